@@ -1,0 +1,49 @@
+# Needs Python 3.10 or newer, make and a C++ compiler. Everything else goes into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints/py311-torch213.txt
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+TORCH_PIN = $(shell grep '^torch==' $(CONSTRAINTS))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint test demo bench clean
+
+help:
+	@echo "make venv    an environment in $(VENV), at the versions of $(CONSTRAINTS)"
+	@echo "make lint    ruff and mypy"
+	@echo "make test    every test"
+	@echo "make demo    train a small GPT in bf16 and in NVFP4, write the comparison to demo/"
+	@echo "make bench   every benchmark, JSON under benchmarks/results/"
+	@echo "make clean   remove what the other targets made"
+
+venv: $(STAMP)
+
+# torch goes first and alone: mirrors that carry a CPU build carry it for the exact version only, and an install
+# that also resolves the other requirements may look at other versions.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet '$(TORCH_PIN)'
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples]'
+	@touch $@
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# One thread in each of the two workers: two OpenMP teams on the same cores wait for each other.
+test: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+demo: venv
+	$(PY) examples/train_gpt.py --out demo
+
+bench: venv
+	set -e; for script in benchmarks/*.py; do \
+	  if [ "$$script" != benchmarks/common.py ]; then echo "== $$script"; $(PY) $$script; fi; done
+
+clean:
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,294 @@
+"""Every private name of torch that the package touches, in one place, with a self test.
+
+Nothing else in the package imports a name from ``torch._*``. When a torch release moves one of them, this file
+changes and ``self_test`` says so before a user's model does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import detect_fake_mode
+from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+SUPPORTED = ((2, 11), (2, 15))
+"""Torch versions the package is made for: at least the first, below the second."""
+
+JOINT_PASS = "joint_custom_pre_pass"
+POST_GRAD_PASS = "post_grad_custom_pre_pass"
+
+MARK = "fp4_site"
+"""Key in ``node.meta["custom"]``: Dynamo nodes carry it, AOTAutograd copies it to forward and backward nodes."""
+
+INHERITED_META = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "fwd_source_fn_stack",
+    "stack_trace",
+    "seq_nr",
+    "partitioner_tag",
+    "autograd_backward",
+    "recompute",
+    "ac_graph_id",
+    "custom",
+)
+"""Metadata that a node put in another's place takes over: names for readers, phase and checkpointing for the
+partitioner."""
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+class GraphPass(CustomGraphPass):
+    """A pass for Inductor's hooks: calls ``run(graph)``, then whatever pass the user had put in the same hook."""
+
+    def __init__(self, hook: str, run: Callable[[fx.Graph], None], digest: str) -> None:
+        self._run = run
+        self._digest = digest
+        present = getattr(inductor_config, hook)
+        self._users = list(present) if isinstance(present, (list, tuple)) else [present] * (present is not None)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._run(graph)
+        for user_pass in self._users:
+            user_pass(graph)
+
+    def uuid(self) -> Any:
+        """Cache key: ours and the users'. A user's pass without one turns the cache off, as it does in Inductor."""
+        users = [user_pass.uuid() for user_pass in self._users]
+        return None if any(key is None for key in users) else (self._digest, *map(repr, users))
+
+
+def compile_fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    inner_compile: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Inductor's ``compile_fx`` with configuration patches that also hold for the backward compiled later."""
+    if inner_compile is None:
+        return _compile_fx(gm, example_inputs, config_patches=dict(patches))  # type: ignore[return-value]
+    return _compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(patches))  # type: ignore[return-value]
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor settings behind ``torch.compile``'s ``mode``; KeyError-free: unknown modes raise RuntimeError."""
+    return {} if mode == "default" else dict(list_mode_options(mode))
+
+
+def inductor_setting_exists(name: str) -> bool:
+    """Whether ``name`` (dots or dashes as in ``options=``) is a setting of Inductor."""
+    try:
+        operator.attrgetter(name.replace("-", "_"))(inductor_config)
+    except AttributeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def capture_context() -> Iterator[None]:
+    """Inside: backward graphs are lowered with their forward, no cache is used, recompiles are not limited."""
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+        dynamo_config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
+    ):
+        yield
+
+
+CAPTURE_PATCHES = {"force_disable_caches": True}
+
+
+def recompile_limit() -> int:
+    """How many variants of one code object Dynamo compiles before it falls back to eager."""
+    return int(dynamo_config.recompile_limit)
+
+
+# --- the Dynamo graph ------------------------------------------------------------------------------------------------
+
+
+def root_scope() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Locals and globals of the frame under compilation; where a graph's module names start. Empty outside Dynamo."""
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:
+        return {}, {}
+    if translator is None:
+        return {}, {}
+    root = translator.output.root_tx
+    return dict(root.f_locals), root.f_globals
+
+
+def source_name(placeholder: fx.Node) -> str | None:
+    """Where Dynamo found a placeholder's value, e.g. ``L['self']._modules['0']._parameters['weight']``."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    return source.name() if callable(source.name) else source.name
+
+
+_ROOT = re.compile(r"^([LG])\['(\w+)'\](.*)$")
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\['?([^'\]]+)'?\]")
+
+
+def split_source(source: str) -> tuple[tuple[str, str] | None, str]:
+    """``L['self']._modules['a']._parameters['w']`` -> (``("L", "self")``, ``"a.w"``). Root None if the form is
+    another."""
+    match = _ROOT.match(source)
+    root, rest = ((match[1], match[2]), match[3]) if match else (None, source)
+    parts = [next(filter(None, step.groups())) for step in _STEP.finditer(rest)]
+    parts = [part for part in parts if part not in ("_modules", "_parameters", "_buffers", "__dict__")]
+    return root, ".".join(parts)
+
+
+def module_path(node: fx.Node) -> str | None:
+    """Source path of the innermost module a node came from (``L['self'].layers.0``), forward or backward."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else None
+
+
+def mark(node: fx.Node, value: int) -> None:
+    """Write a site's number on a Dynamo node. AOTAutograd hands it to every node that the call becomes."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: value}
+
+
+def mark_of(node: fx.Node) -> int | None:
+    """The number ``mark`` wrote, on a Dynamo or an AOT node."""
+    return (node.meta.get("custom") or {}).get(MARK)
+
+
+# --- the joint graph -------------------------------------------------------------------------------------------------
+
+
+def _base_descriptor(descriptor: Any) -> Any:
+    while descriptor is not None and hasattr(descriptor, "base"):  # pieces of a tensor subclass (DTensor), views
+        descriptor = descriptor.base
+    return descriptor
+
+
+def _input_key(descriptor: Any) -> int | str | None:
+    descriptor = _base_descriptor(descriptor)
+    target = getattr(descriptor, "target", None)  # ParamAOTInput, BufferAOTInput
+    return target if target is not None else getattr(descriptor, "idx", None)
+
+
+def input_key(placeholder: fx.Node) -> int | str | None:
+    """Which input of the Dynamo graph an AOT placeholder is: its index, or the name of a lifted attribute."""
+    kind = type(_base_descriptor(placeholder.meta.get("desc"))).__name__
+    return _input_key(placeholder.meta.get("desc")) if kind.endswith("Input") and kind != "TangentAOTInput" else None
+
+
+def is_tangent(placeholder: fx.Node) -> bool:
+    """Whether a placeholder is an incoming gradient."""
+    kind = type(_base_descriptor(placeholder.meta.get("desc"))).__name__
+    return kind == "TangentAOTInput" or placeholder.name.startswith("tangents")
+
+
+def has_descriptors(graph: fx.Graph) -> bool:
+    """False for the bodies of nested compile regions, whose inputs cannot be traced to parameters."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return not placeholders or any(node.meta.get("desc") is not None for node in placeholders)
+
+
+def gradient_keys(graph: fx.Graph) -> list[tuple[fx.Node, int | str]]:
+    """(output node, key of the input whose gradient it is) of a joint graph."""
+    output = graph.output_node()
+    values = torch.utils._pytree.tree_leaves(output.args[0])
+    pairs = []
+    for value, descriptor in zip(values, output.meta.get("desc") or (), strict=False):
+        descriptor = _base_descriptor(descriptor)
+        if isinstance(value, fx.Node) and type(descriptor).__name__ == "GradAOTOutput":
+            key = _input_key(descriptor.grad_of)
+            if key is not None:
+                pairs.append((value, key))
+    return pairs
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Autograd's own word that a node belongs to the backward (absent inside a user's autograd.Function)."""
+    if "autograd_backward" in node.meta:
+        return bool(node.meta["autograd_backward"])
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def fake_mode(value: Any) -> Any:
+    """The fake-tensor mode of a node's ``meta["val"]`` (a tensor or a tuple of them)."""
+    return detect_fake_mode(value)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value a size had when the graph was captured; adds no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def statically_one(size: int | torch.SymInt) -> bool:
+    """True for a size known to be 1 without adding a guard."""
+    return isinstance(size, int) and size == 1
+
+
+# --- tracing and random numbers --------------------------------------------------------------------------------------
+
+
+def trace(function: Callable[..., Any], fake_args: Sequence[Any], mode: Any) -> fx.GraphModule:
+    """``function`` as a graph of the operators Inductor lowers, traced with fake tensors."""
+    with mode, torch._guards.tracing(None):
+        traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fake_args)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+SEEDS = inductor_prims.seeds
+LOOKUP_SEED = inductor_prims.lookup_seed
+
+
+# --- self test -------------------------------------------------------------------------------------------------------
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of the torch in use."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def self_test() -> list[str]:
+    """What of this file does not hold on the torch in use; empty when all does. Compiles one tiny model."""
+    problems = []
+    if not SUPPORTED[0] <= version() < SUPPORTED[1]:
+        problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
+    seen: dict[str, bool] = dict.fromkeys(("root scope", "source names", "marks", "descriptors", "gradients"), False)
+
+    def joint(graph: fx.Graph) -> None:
+        mms = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+        seen["marks"] = len(mms) == 3 and all(mark_of(node) == 7 for node in mms)
+        keys = [input_key(node) for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        seen["descriptors"] = sorted(map(str, keys)) == ["0", "1"]
+        seen["gradients"] = len(gradient_keys(graph)) == 2
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen["root scope"] = any(value is model for value in root_scope()[0].values())
+        names = [split_source(source_name(node) or "")[1] for node in gm.graph.nodes if node.op == "placeholder"]
+        seen["source names"] = "weight" in names
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                mark(node, 7)
+        return compile_fx(gm, inputs, {JOINT_PASS: GraphPass(JOINT_PASS, joint, "self test"), **CAPTURE_PATCHES})
+
+    model = torch.nn.Linear(16, 16, bias=False)
+    with capture_context():
+        compiled = torch.compile(model, backend=backend)
+        compiled(torch.ones(4, 16, requires_grad=True)).sum().backward()
+    return problems + [f"{name}: not as expected on torch {torch.__version__}" for name, ok in seen.items() if not ok]

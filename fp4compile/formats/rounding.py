@@ -1,0 +1,70 @@
+"""Rounding: float32 to E2M1 codes, nearest or stochastic, codes to values, and float32 to bfloat16.
+
+E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a code is the index of the magnitude in bits 0..2 and the
+sign in bit 3. The index is a concave piecewise-linear function of the magnitude,
+`g(a) = min(2a, a + 2, a/2 + 4, 7)`: its whole numbers are the magnitudes, its halves the midpoints between
+them. So rounding to a code is rounding g, and a stochastic code is g plus noise, truncated.
+
+Load-bearing details
+- g is rounded by adding a power of two that leaves no room for the fraction: 2^23 for whole numbers, 2^7 for
+  16 fractional bits. 2a and a/2 are exact, so each branch is rounded once, and as rounding is monotone the
+  minimum of the rounded branches is the rounded minimum. A fused multiply-add gives the same bits.
+- NaN becomes code 7 (+6), as in NVIDIA's conversion instructions: a code cannot carry NaN, the scales must.
+- -0.0 becomes code 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+_TOP_CODE = 7.0
+_SIGN = 8.0
+_WHOLE = 2.0**23  # a float32 in [2^23, 2^24) is a whole number
+_FIXED16 = 2.0**7  # a float32 in [2^7, 2^8) is a multiple of 2^-16
+
+
+def e2m1_codes(v: Tensor) -> Tensor:
+    """Nearest-even, saturating codes of float32 `v`: whole numbers 0 to 15 in float32, same shape."""
+    return _with_sign(_index(v, _WHOLE), v)
+
+
+def e2m1_codes_stochastic(v: Tensor, noise: Tensor) -> Tensor:
+    """Codes of float32 `v` rounded to one of its two neighbours, with a probability by distance; saturating.
+
+    `noise` int32, same shape, 16 uniform bits an element. Inside the range |E[value] - v| <= step * 2^-17,
+    where step is the distance of the two neighbours: g is rounded to a multiple of 2^-16 first.
+    """
+    fixed = (_index(v, _FIXED16) * 2.0**16).to(torch.int32)
+    return _with_sign(((fixed + noise) >> 16).to(torch.float32), v)
+
+
+def _index(v: Tensor, addend: float) -> Tensor:
+    """g(|v|) rounded to a multiple of the spacing of float32 at the addend; float32, 0 to 7."""
+    a = v.abs()
+    g = torch.minimum(torch.minimum(a * 2 + addend, a + (addend + 2)), a * 0.5 + (addend + 4))
+    # Not a minimum with 7: the comparison is false for NaN too.
+    return torch.where(a < E2M1_MAX, g - addend, _TOP_CODE)
+
+
+def _with_sign(index: Tensor, v: Tensor) -> Tensor:
+    return torch.where(v < 0, index + _SIGN, index)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """float32 values of float32 codes 0 to 15: the convex inverse of g, with the sign."""
+    negative = codes >= _SIGN
+    index = torch.where(negative, codes - _SIGN, codes)
+    magnitude = torch.maximum(torch.maximum(index * 0.5, index - 2), index * 2 - 8)
+    return torch.where(negative, -magnitude, magnitude)
+
+
+def round_to_bfloat16(x: Tensor) -> Tensor:
+    """float32 -> the nearest-even bfloat16, kept as float32.
+
+    Written in integers because a compiler may drop a cast to bfloat16 and back.
+    """
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return torch.where(x.isnan(), x, rounded.view(torch.float32))

@@ -1,0 +1,11 @@
+"""The operators that a rewritten graph is made of, `torch.ops.fp4.*`: one a file, with checks, fake and
+reference.
+
+An operator's reference runs on every device and is what any faster implementation is compared with, bit for
+bit. Importing this package registers them.
+"""
+
+from . import amax, decode, quantize, rotate, scaled_mm
+from .library import REFERENCE
+
+__all__ = ["REFERENCE", "amax", "decode", "quantize", "rotate", "scaled_mm"]

@@ -1,0 +1,79 @@
+"""The one `torch.library.Library` of the namespace `fp4`, and the checks that several operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, UnsupportedDtypeError
+
+library = torch.library.Library("fp4", "DEF")
+
+BLOCKS = {"nvfp4": 16, "mxfp4": 32}  # elements that share a scale along the last dimension
+SCALE_DTYPES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+REFERENCE: dict[Any, Callable[..., Any]] = {}  # each operator's formulas, for lowerings to trace
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def define(
+    schema: str,
+    reference: Callable[..., object],
+    fake: Callable[..., object],
+    formulas: Callable[..., object] | None = None,
+) -> None:
+    """Registers `fp4::<schema>` with one implementation for every device and its shape function.
+
+    formulas: the reference without checks that a tracer cannot follow, if it has such.
+    """
+    name = schema.split("(", 1)[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4::{name}", fake, lib=library)
+    REFERENCE[getattr(torch.ops.fp4, name).default] = formulas or reference
+
+
+def check_input(op: str, x: Tensor, name: str = "x") -> None:
+    """A 2-D bfloat16, float16 or float32 tensor."""
+    check_dtype(op, name, x)
+    if x.dim() != 2:
+        raise ConfigError(
+            f"fp4::{op}: {name} has shape {list(x.shape)}; a 2-D tensor is needed, "
+            "reshape it with the blocked dimension last, such as x.reshape(-1, x.shape[-1])"
+        )
+
+
+def check_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in INPUT_DTYPES:
+        raise UnsupportedDtypeError(
+            f"fp4::{op}: {name} is {x.dtype}; cast it to torch.bfloat16, torch.float16 or torch.float32 first"
+        )
+
+
+def check_scalar(op: str, name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dim() != 0 or x.dtype != dtype:
+        raise ConfigError(f"fp4::{op}: {name} has shape {list(x.shape)}, {x.dtype}; a 0-d {dtype} tensor is needed")
+
+
+def check_format(op: str, name: str, value: str) -> None:
+    if value not in BLOCKS:
+        formats = ", ".join(map(repr, BLOCKS))
+        raise ConfigError(f"fp4::{op}: {name} is {value!r}; one of {formats} is needed")
+
+
+def check_codes(op: str, name: str, codes: Tensor, scales: Tensor, fmt: str) -> None:
+    """uint8 [R, nb * B/2] with scales [R, nb] of the format's dtype."""
+    bytes_a_block = BLOCKS[fmt] // 2
+    if codes.dtype != torch.uint8 or codes.dim() != 2:
+        raise ConfigError(f"fp4::{op}: {name} has shape {list(codes.shape)}, {codes.dtype}; packed codes are 2-D uint8")
+    needed = SCALE_DTYPES[fmt]
+    if scales.dtype != needed:
+        raise ConfigError(f"fp4::{op}: the scales of {name} are {scales.dtype}; {fmt} has {needed}")
+    expected = (codes.shape[0], codes.shape[1] // bytes_a_block)
+    if tuple(scales.shape) != expected or codes.shape[1] % bytes_a_block != 0:
+        raise ConfigError(
+            f"fp4::{op}: {name} is {list(codes.shape)} and its scales {list(scales.shape)}; "
+            f"{fmt} has one scale for {bytes_a_block} bytes of a row"
+        )

@@ -1,0 +1,50 @@
+"""Quantize once: equal operands of different GEMMs (q, k and v of one input, for instance) become one node.
+
+Changes no value: only operators that always give the same result for the same arguments are merged. Stochastic rounding
+of two sites never merges, because its site number is an argument.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from ..graph import CASTS, LAYOUT
+
+fp4 = torch.ops.fp4
+
+SHARED = LAYOUT | CASTS | {fp4.amax.default, fp4.rotate.default, fp4.quantize.default, operator.getitem}
+
+
+def share(graph: fx.Graph) -> None:
+    """Merge equal layout, cast and quantization nodes of one phase (forward or backward) and one checkpointed
+    region."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in SHARED:
+            continue
+        key = _key(node)
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            graph.erase_node(node)
+        else:
+            first[key] = node
+
+
+def _key(node: fx.Node) -> Any:
+    region = (node.meta.get("ac_graph_id"), node.meta.get("recompute"), compat.is_tagged_backward(node))
+    return node.target, _hashable(node.args), _hashable(node.kwargs), region
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return str(value)
+    return type(value).__name__, value

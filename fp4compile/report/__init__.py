@@ -1,0 +1,6 @@
+"""What was rewritten, why, and what it saves: ``explain`` and the report it gives."""
+
+from .explain import explain
+from .report import Report, SavedBytes
+
+__all__ = ["Report", "SavedBytes", "explain"]

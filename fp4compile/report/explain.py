@@ -1,0 +1,137 @@
+"""``explain``: capture what the backend does to a model, without generating code.
+
+The model runs forward once on the given inputs, by interpreting the captured graphs with the operators' reference.
+Random state and buffers are put back afterwards. A second capture without rewriting gives the baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import compat
+from ..backend import compile_graph
+from ..options import Options, parse_options
+from ..plan import GraphPlan, LeftMatmul, SiteRecord
+from .report import Report, SavedBytes
+from .saved import saved_bytes
+
+
+def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """What ``torch.compile(model, backend="nvfp4", options=options)`` does when called with these arguments.
+
+    Compiles nothing, but resets Dynamo (``torch.compiler.reset``): models compiled before are compiled again at
+    their next call. Use small inputs: the forward runs in the eager reference.
+
+    Raises:
+        ConfigError, RewriteError, UnsupportedDtypeError: as the backend does (inside Dynamo's BackendCompilerFailed).
+    """
+    parsed = parse_options(options)
+    captures = _capture(model, args, kwargs, parsed)
+    baseline = _capture(model, args, kwargs, parsed.without_rewriting())
+    saved = [capture.saved() for capture in captures]
+    return Report(
+        sites=tuple(_sites(captures)),
+        matmuls_left=tuple(_left(captures)),
+        saved_for_backward=SavedBytes(
+            bytes=sum(total for total, _ in saved),
+            packed_bytes=sum(packed for _, packed in saved),
+            baseline_bytes=sum(capture.saved()[0] for capture in baseline),
+        ),
+        graphs=_graphs(captures),
+    )
+
+
+class _Capture:
+    """One Dynamo graph on its way through the backend."""
+
+    def __init__(self) -> None:
+        self.plan: GraphPlan | None = None
+        self.graphs: dict[str, fx.GraphModule] = {}
+
+    def keep_plan(self, plan: GraphPlan) -> None:
+        self.plan = plan
+
+    def keep_joint(self, name: str, graph: fx.Graph) -> None:
+        if name not in self.graphs:
+            copy = fx.Graph()
+            copy.output(copy.graph_copy(graph, {}))
+            self.graphs[name] = fx.GraphModule(graph.owning_module or nn.Module(), copy)
+
+    def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **facts: Any) -> Callable[..., Any]:
+        """Stands in for Inductor's code generation: keep the graph, run it as it is."""
+        self.graphs["backward" if facts.get("is_backward") else "forward"] = gm
+
+        def run(values: list[Any]) -> Any:
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def saved(self) -> tuple[int, int]:
+        if "backward" not in self.graphs:
+            return 0, 0
+        return saved_bytes(self.graphs["forward"], self.graphs["backward"])
+
+
+def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> list[_Capture]:
+    captures: list[_Capture] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        capture = _Capture()
+        captures.append(capture)
+        return compile_graph(
+            gm,
+            example_inputs,
+            options,
+            inner_compile=capture.inner_compile,
+            extra_patches=compat.CAPTURE_PATCHES,
+            on_joint=capture.keep_joint,
+            on_plan=capture.keep_plan,
+        )
+
+    torch.compiler.reset()
+    try:
+        with compat.capture_context(), _state_kept(model):
+            torch.compile(model, backend=backend)(*args, **kwargs)
+    finally:
+        torch.compiler.reset()
+    return [capture for capture in captures if capture.graphs]
+
+
+@contextlib.contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Random numbers and buffers are afterwards as they were."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+def _sites(captures: list[_Capture]) -> Iterator[SiteRecord]:
+    number = 0
+    for capture in captures:
+        for site in capture.plan.outcome.sites if capture.plan and capture.plan.outcome else ():
+            yield SiteRecord(**{**vars(site), "site": number})
+            number += 1
+
+
+def _left(captures: list[_Capture]) -> Iterator[LeftMatmul]:
+    for capture in captures:
+        if capture.plan and capture.plan.outcome:
+            yield from capture.plan.outcome.left
+
+
+def _graphs(captures: list[_Capture]) -> dict[str, fx.GraphModule]:
+    return {
+        name if index == 0 else f"{name}.{index}": graph
+        for index, capture in enumerate(captures)
+        for name, graph in capture.graphs.items()
+    }

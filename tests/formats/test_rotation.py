@@ -1,0 +1,82 @@
+"""The random Hadamard transform: its order of additions, its orthogonality, its padding."""
+
+import math
+
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4compile.formats import rotation
+
+SIZES = st.sampled_from(rotation.SIZES)
+MASKS = st.one_of(st.just(rotation.SIGNS), st.integers(0, 2**16 - 1))
+
+
+def test_the_default_signs_are_transformer_engine_s():
+    expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    assert rotation.sign_vector(16, rotation.SIGNS, torch.device("cpu")).tolist() == expected
+    # The first output of a group is the sum of its signed elements / 4, and unit k has the sign of element k.
+    assert (rotation.rotate(torch.eye(16))[:, 0] * 4).tolist() == expected
+
+
+@given(strategies.matrices(rows=(1, 3), cols=(1, 16, 33, 130)), SIZES, MASKS)
+def test_bits_are_the_oracle_s(x, size, signs):
+    """Float32 additions in one order; fp16 and fp32 are rounded to bfloat16 first, the result once more."""
+    cols = -(-x.shape[1] // size) * size
+    rows = [[oracle.bf16(v) for v in row] + [0.0] * (cols - len(row)) for row in x.float().tolist()]
+    expected = [
+        [v for i in range(0, cols, size) for v in oracle.rotate(row[i : i + size], signs)] for row in rows
+    ]
+    result = rotation.rotate(x, size, signs)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result.float().nan_to_num(7.0), torch.tensor(expected).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("size", rotation.SIZES)
+def test_the_matrix_is_orthogonal_and_sylvester_s(size):
+    signs = rotation.sign_vector(size, rotation.SIGNS, torch.device("cpu")).double()
+    matrix = rotation.rotate(torch.eye(size), size).double()
+    scale = matrix[0, 0].abs()
+    assert torch.equal(matrix / scale, signs.unsqueeze(1) * sylvester(size))
+    assert scale.item() == pytest.approx(1 / math.sqrt(size), rel=2**-9)
+
+
+def sylvester(size):
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < size:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
+
+
+@pytest.mark.parametrize("size", rotation.SIZES)
+def test_a_product_of_two_rotated_matrices_is_the_product(size):
+    """(A H)(B H)^T = A B^T but for the roundings to bfloat16, 2^-9 relative each."""
+    random = torch.Generator().manual_seed(size)
+    a, b = torch.randn(24, 3 * size - 5, generator=random), torch.randn(40, 3 * size - 5, generator=random)
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    product = rotation.rotate(a, size).double() @ rotation.rotate(b, size).double().t()
+    expected = a.double() @ b.double().t()
+    assert ((product - expected).norm() / expected.norm()).item() < 2**-8
+
+
+@given(strategies.matrices_with_nonfinite(exponents=(0,)))
+def test_nan_and_inf_spread_over_their_group(x):
+    result = rotation.rotate(x).unflatten(-1, (-1, 16))
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 16)).unflatten(-1, (-1, 16))
+    bad = ~padded.isfinite().all(-1)
+    assert not result[bad].isfinite().any() and result[~bad].isfinite().all()
+
+
+@given(strategies.matrices(), SIZES)
+def test_strides_do_not_matter_and_the_result_is_contiguous(x, size):
+    result = rotation.rotate(x, size)
+    assert torch.equal(result.view(torch.int16), rotation.rotate(x.contiguous(), size).view(torch.int16))
+    assert result.is_contiguous() and result.shape == (x.shape[0], -(-x.shape[1] // size) * size)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0)])
+def test_empty(shape):
+    assert rotation.rotate(torch.empty(shape)).shape == shape
