@@ -29,8 +29,7 @@ from . import packing, rounding
 from .noise import noise16
 
 BLOCK = 16
-E4M3_MAX = 448.0
-FLOAT32_MAX = torch.finfo(torch.float32).max
+E4M3_MAX = 448
 TENSOR_MAX = rounding.E2M1_MAX * E4M3_MAX  # 2688: the largest code times the largest block scale
 
 
@@ -72,7 +71,7 @@ def _tile_amax(bamax: Tensor) -> Tensor:
 
 def encode_scale(gamax: Tensor) -> Tensor:
     """S_enc, 0-d float32. NaN stays NaN."""
-    s_enc = (torch.full_like(gamax, TENSOR_MAX) / gamax).clamp(max=FLOAT32_MAX)
+    s_enc = (torch.full_like(gamax, TENSOR_MAX) / gamax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((gamax == 0) | (s_enc == 0), 1.0, s_enc)
 
 
@@ -84,7 +83,7 @@ def block_scales(bamax: Tensor, s_enc: Tensor) -> Tensor:
 def block_encode(scales: Tensor, s_enc: Tensor) -> Tensor:
     """What a block's elements are multiplied by before they become codes."""
     step = scales.to(torch.float32) * (torch.ones_like(s_enc) / s_enc)
-    return (torch.ones_like(step) / step).clamp(max=FLOAT32_MAX)
+    return (torch.ones_like(step) / step).clamp(max=torch.finfo(torch.float32).max)
 
 
 def decode(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

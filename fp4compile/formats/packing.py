@@ -65,5 +65,4 @@ def pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 def _pad(x: Tensor, pad: tuple[int, ...]) -> Tensor:
-    # A symbolic size is padded without looking, which adds no guard.
-    return x if isinstance(pad[-1], int) and pad[-1] == 0 else F.pad(x, pad)
+    return x if pad[-1] == 0 else F.pad(x, pad)

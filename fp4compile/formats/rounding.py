@@ -18,11 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-E2M1_MAX = 6.0
-_TOP_CODE = 7.0
-_SIGN = 8.0
-_WHOLE = 2.0**23  # a float32 in [2^23, 2^24) is a whole number
-_FIXED16 = 2.0**7  # a float32 in [2^7, 2^8) is a multiple of 2^-16
+# Constants are int here and in nvfp4: torch.compile(dynamic=True) makes inputs, in float64, of global floats.
+E2M1_MAX = 6
+_TOP_CODE = 7
+_SIGN = 8
+_WHOLE = 2**23  # a float32 in [2^23, 2^24) is a whole number
+_FIXED16 = 2**7  # a float32 in [2^7, 2^8) is a multiple of 2^-16
 
 
 def e2m1_codes(v: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def e2m1_codes_stochastic(v: Tensor, noise: Tensor) -> Tensor:
     return _with_sign(((fixed + noise) >> 16).to(torch.float32), v)
 
 
-def _index(v: Tensor, addend: float) -> Tensor:
+def _index(v: Tensor, addend: int) -> Tensor:
     """g(|v|) rounded to a multiple of the spacing of float32 at the addend; float32, 0 to 7."""
     a = v.abs()
     g = torch.minimum(torch.minimum(a * 2 + addend, a + (addend + 2)), a * 0.5 + (addend + 4))

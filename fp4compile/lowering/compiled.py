@@ -4,8 +4,8 @@ Each operator of ``fp4`` has a twin of the same schema in ``fp4_compiled``. Its 
 Inductor's primitives with symbolic sizes, so that block amax, rounding and packing are one fused C++ loop. A variant is
 compiled at its first call and serves every later one; Inductor's disk cache keeps it for the next process.
 
-Inlining the primitives at every site instead gives the same bits and was measured to cost seconds of code generation a
-linear layer (docs/design.md).
+Inlined at every site instead, the same primitives give the same bits, but then Inductor generates and compiles them
+again for each site and shape, and compile time grows with the number of layers (docs/design.md).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def _define(operator: Any) -> None:
 
     def run(*args: Any) -> Any:
         args = tuple(torch.tensor(arg) if index in varying else arg for index, arg in enumerate(args))
-        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-        static = tuple(_TENSOR if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
+        positions = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor))
+        fixed = tuple(None if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
         with torch.no_grad():
-            return _variant(operator, static)(*tensors)
+            tensors = [args[index] for index in positions]
+            return _variant(operator, positions, fixed, tuple(map(_kind, tensors)))(*tensors)
 
     library.define(str(schema).partition("::")[2])
     library.impl(name, run, "CPU")
@@ -45,23 +46,32 @@ def _define(operator: Any) -> None:
     COMPILED[operator] = getattr(torch.ops.fp4_compiled, name).default
 
 
-_TENSOR = object()
-
-
 def _hashable(arg: Any) -> Any:
     return tuple(arg) if isinstance(arg, list) else arg
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What of a tensor Dynamo compiles anew for even with symbolic sizes."""
+    return tensor.dtype, tensor.is_contiguous(), tuple(size for size in tensor.shape if size < 2)
+
+
 @functools.cache
-def _variant(operator: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
-    """The compiled reference of one operator with its non-tensor arguments fixed."""
+def _variant(
+    operator: Any, positions: tuple[int, ...], fixed: tuple[Any, ...], kinds: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """The compiled reference of one operator: tensors at ``positions``, the other arguments as in ``fixed``.
+
+    ``kinds`` only tells variants apart.
+    """
     reference = REFERENCE[operator]
 
     def body(*tensors: Tensor) -> Any:
-        left = iter(tensors)
-        return reference(*(next(left) if arg is _TENSOR else arg for arg in static))
+        args = list(fixed)
+        for position, tensor in zip(positions, tensors, strict=True):
+            args[position] = tensor
+        return reference(*args)
 
-    # Dynamo keeps compiled code by code object and gives up after a few variants of one: each variant gets its own.
+    # Dynamo keeps compiled code by code object and gives up after a few variants of one: each gets its own.
     own = types.FunctionType(body.__code__.replace(), globals(), body.__name__, None, body.__closure__)
     return torch.compile(own, dynamic=True, fullgraph=True)
 
