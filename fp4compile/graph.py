@@ -119,13 +119,22 @@ def transposed(graph: fx.Graph, like: fx.Node, node: fx.Node) -> fx.Node:
     return emit(graph, like, aten.permute.default, node, [1, 0])
 
 
+def hoisted(graph: fx.Graph, at: fx.Node, node: fx.Node) -> fx.Node:
+    """The values of ``node`` at the insertion point, which is before ``at``: steps that stand later are made again."""
+    if node < at:
+        return node
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: hoisted(graph, at, one))
+    return emit(graph, at, node.target, *args, **kwargs)
+
+
 def without_casts(graph: fx.Graph, like: fx.Node, node: fx.Node) -> fx.Node:
     """The same operand made from its uncast root: autocast's rounding of a weight is not needed before quantization."""
     steps = []
     while (step := source(node)) is not None and step[1] in ("layout", "cast"):
-        steps.append(node)
+        if step[1] == "layout":
+            steps.append(node)
         node = step[0]
-    for step_node in reversed([step for step in steps if step.target not in CASTS]):
+    for step_node in reversed(steps):
         node = emit(graph, like, step_node.target, node, *step_node.args[1:], **step_node.kwargs)
     return node
 

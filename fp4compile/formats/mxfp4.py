@@ -53,7 +53,7 @@ def scale_bytes(bamax: Tensor) -> Tensor:
 
 def decode(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * scale, [R, nb * 32], of packed codes and scale bytes; exact in float32 and bfloat16."""
-    values = rounding.e2m1_values(packing.unpack_codes(packed))
+    values = rounding.e2m1_values(packing.unpack_codes(packed, scales.shape[1] * 2))
     return (values * packing.repeat_columns(_power_of_two(scales.to(torch.int32)), BLOCK)).to(dtype)
 
 

@@ -88,7 +88,7 @@ def block_encode(scales: Tensor, s_enc: Tensor) -> Tensor:
 
 def decode(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * block scale, [R, nb * 16], without the tensor scale; at most 6 bits, exact in bfloat16 too."""
-    values = rounding.e2m1_values(packing.unpack_codes(packed))
+    values = rounding.e2m1_values(packing.unpack_codes(packed, scales.shape[1]))
     return (values * packing.repeat_columns(scales.to(torch.float32), BLOCK)).to(dtype)
 
 

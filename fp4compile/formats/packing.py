@@ -39,14 +39,15 @@ def _pack_weights(device: torch.device) -> Iterable[Tensor]:
     return factors.to(torch.float32).prod(-1).unbind()
 
 
-def unpack_codes(packed: Tensor) -> Tensor:
-    """[R, n * 8] uint8, contiguous -> [R, n * 16] float32 codes.
+def unpack_codes(packed: Tensor, words: int) -> Tensor:
+    """[R, words * 8] uint8, contiguous -> [R, words * 16] float32 codes.
 
-    The shift is a function of the column, not of a second axis merged later: that keeps a vector loop.
+    The shift is a function of the column, not of a second axis merged later: that keeps a vector loop. So does the
+    number of words, given as the one the scales have: a compiler cannot know that two symbolic sizes are related.
     """
-    words = repeat_columns(packed.view(torch.int64), WORD)
-    shifts = (torch.arange(words.shape[1], dtype=torch.int64, device=packed.device) & (WORD - 1)) << 2
-    return ((words >> shifts) & 15).to(torch.float32)
+    columns = repeat_columns(packed.unflatten(1, (words, WORD // 2)).view(torch.int64).squeeze(-1), WORD)
+    shifts = (torch.arange(columns.shape[1], dtype=torch.int64, device=packed.device) & (WORD - 1)) << 2
+    return ((columns >> shifts) & 15).to(torch.float32)
 
 
 def repeat_columns(x: Tensor, times: int) -> Tensor:

@@ -19,13 +19,14 @@ EXACT_DTYPES = (torch.bfloat16, torch.float32)
 
 def decode(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     _check(codes, scales, format, dtype)
-    return reference(codes, scales, format, dtype).contiguous()
+    return formulas(codes, scales, format, dtype)
 
 
-def reference(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+def formulas(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """The same without checks; mxfp4 scales may also be their bytes, uint8."""
     if format == "nvfp4":
-        return nvfp4.decode(codes.contiguous(), scales, dtype)
-    return mxfp4.decode(codes.contiguous(), scales.view(torch.uint8), dtype)
+        return nvfp4.decode(codes.contiguous(), scales, dtype).contiguous()
+    return mxfp4.decode(codes.contiguous(), scales.view(torch.uint8), dtype).contiguous()
 
 
 def _fake(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> Tensor:
@@ -42,4 +43,4 @@ def _check(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> No
         )
 
 
-define("decode(Tensor codes, Tensor scales, str format, ScalarType dtype) -> Tensor", decode, _fake)
+define("decode(Tensor codes, Tensor scales, str format, ScalarType dtype) -> Tensor", decode, _fake, formulas)

@@ -38,7 +38,8 @@ def quantize(
     site: int,
 ) -> tuple[Tensor, Tensor]:
     _check(x, amax, seed, format, block, rounding, site)
-    return formulas(x, amax, seed, format, block, rounding, site)
+    codes, scales = formulas(x, amax, seed, format, block, rounding, site)
+    return codes, scales.view(SCALE_DTYPES[format])
 
 
 def formulas(
@@ -50,10 +51,10 @@ def formulas(
     rounding: str,
     site: int | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The same without checks, which look at values; here `site` may be a 0-d int64 tensor."""
+    """The same for tracing: without checks, which look at values; `site` may be a 0-d int64 tensor; mxfp4 scales
+    are their bytes, uint8, because Inductor's C++ backend has no float8_e8m0fnu."""
     if amax is None:
         codes, scales = mxfp4.quantize(x, seed=seed, site=site)
-        scales = scales.view(torch.float8_e8m0fnu)
     else:
         codes, scales = nvfp4.quantize(x, amax, square=block[0] != 1, seed=seed, site=site)
     return codes.contiguous(), scales.contiguous()

@@ -41,6 +41,21 @@ def scaled_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     _check(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
+    return formulas(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
+
+
+def formulas(
+    a: Tensor,
+    a_scales: Tensor | None,
+    a_amax: Tensor | None,
+    a_format: str,
+    b: Tensor,
+    b_scales: Tensor | None,
+    b_amax: Tensor | None,
+    b_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The same without checks; mxfp4 scales may also be their bytes, uint8."""
     left, right = _operand(a, a_scales, a_format), _operand(b, b_scales, b_format)
     k = min(left.shape[1], right.shape[1])
     out = left[:, :k] @ right[:, :k].t()
@@ -49,7 +64,7 @@ def scaled_mm(
 
 
 def _operand(x: Tensor, scales: Tensor | None, format: str) -> Tensor:
-    return x.to(torch.float32) if scales is None else decode.reference(x, scales, format, torch.float32)
+    return x.to(torch.float32) if scales is None else decode.formulas(x, scales, format, torch.float32)
 
 
 def _fake(
@@ -119,4 +134,5 @@ define(
     " Tensor b, Tensor? b_scales, Tensor? b_amax, str b_format, ScalarType out_dtype) -> Tensor",
     scaled_mm,
     _fake,
+    formulas,
 )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import compat
 from ..decisions import Choice, Decision
 from ..errors import UnsupportedDtypeError
-from ..graph import CASTS, LAYOUT, aten, emit, emit_items, fake_value, has_cast, prims, transposed, without_casts
+from ..graph import CASTS, LAYOUT, aten, emit, emit_items, fake_value, has_cast, hoisted, prims, transposed, without_casts
 from ..plan import GraphPlan, LeftMatmul, Outcome, RoleRecord, SiteRecord
 from ..recipe import ROLES, GemmSpec, OperandSpec
 from .classify import Left, Site, operands
@@ -160,6 +160,7 @@ class _SiteRewriter:
             with self.graph.inserting_before(at):
                 if salt in (1, 3) and has_cast(operand):
                     operand = without_casts(self.graph, at, operand)
+                operand = hoisted(self.graph, at, operand)
                 rows = operand if index == 0 else transposed(self.graph, at, operand)
                 arguments += self._quantized(at, rows, operand_spec, spec, salt)
         return emit(self.graph, node, fp4.scaled_mm.default, *arguments, dtype)
