@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import compat, ops  # noqa: F401  (ops registers the operators)
-from .errors import Fp4Error, Fp4Warning
+from .errors import Fp4Warning
 from .lowering import lower, lowering_key
 from .options import Options, parse_options
 from .passes import run_joint_passes
@@ -70,12 +70,7 @@ def compile_graph(
 def _joint(graph: fx.Graph, plan: GraphPlan, look: Callable[[str, fx.Graph], None] | None) -> None:
     if look is not None:
         look("joint_before", graph)
-    try:
-        run_joint_passes(graph, plan)
-    except Fp4Error as error:
-        if plan.strict:
-            raise
-        warnings.warn(f"a graph stays in its own precision, nothing in it is NVFP4: {error}", Fp4Warning, stacklevel=2)
+    run_joint_passes(graph, plan)
     if look is not None:
         look("joint_after", graph)
 

@@ -1,11 +1,11 @@
 """What every run of the suite shares.
 
-One fresh Inductor cache a run, shared by its workers: a cache kept from an earlier run could hand out graphs of
-earlier code, because on a hit the passes do not run at all. Inside a run sharing is safe (the key holds the code, the
-recipe and the decisions) and saves much time.
+One fresh Inductor cache a run, shared by its workers: a cache kept from an earlier run could hand out graphs
+of earlier code, because on a hit the passes do not run at all. Inside a run sharing is safe (the key holds the
+code, the recipe and the decisions) and saves much time.
 
-Hypothesis: with the environment variable CI set, the same examples in every run; otherwise new ones, and failures are
-remembered.
+Hypothesis: with the environment variable CI set, the same examples in every run; otherwise new ones, and
+failures are remembered.
 """
 
 import os
@@ -18,9 +18,7 @@ import pytest
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
-hypothesis.settings.register_profile(
-    "ci", parent=hypothesis.settings.get_profile("default"), derandomize=True
-)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 

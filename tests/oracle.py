@@ -14,10 +14,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Upper bound of what still rounds to magnitude i; the bound itself belongs to the even one of its neighbours.
 _UPPER = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E4M3 = [
-    (m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7)
-    for e in range(16)
-    for m in range(8)
-    if e * 8 + m < 127
+    (m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8) if e * 8 + m < 127
 ]
 E4M3_NAN = 127
 
@@ -91,19 +88,12 @@ class Nvfp4:
             s_enc = 1.0
         s_dec, mult = div(1.0, s_enc), f32(s_enc * f32(1 / 6))
         self.scales = [[e4m3(smaller(f32(b * mult), 448.0)) for b in row] for row in _block_amax(rows, block)]
-        self.encode = [
-            [smaller(div(1.0, f32(e4m3_value(s) * s_dec)), FLT_MAX) for s in row] for row in self.scales
-        ]
-        self.scaled = [
-            [f32(x * self.encode[r][c // 16]) for c, x in enumerate(row)] for r, row in enumerate(rows)
-        ]
+        self.encode = [[smaller(div(1.0, f32(e4m3_value(s) * s_dec)), FLT_MAX) for s in row] for row in self.scales]
+        self.scaled = [[f32(x * self.encode[r][c // 16]) for c, x in enumerate(row)] for r, row in enumerate(rows)]
         self.codes = [[e2m1(v) for v in row] for row in self.scaled]
         tensor_scale = f32(self.amax / 2688.0)
         self.values = [
-            [
-                f32(e2m1_value(code) * e4m3_value(self.scales[r][c // 16]) * tensor_scale)
-                for c, code in enumerate(row)
-            ]
+            [f32(e2m1_value(code) * e4m3_value(self.scales[r][c // 16]) * tensor_scale) for c, code in enumerate(row)]
             for r, row in enumerate(self.codes)
         ]
 
@@ -120,9 +110,7 @@ class Mxfp4:
     """codes, scale bytes and values of a matrix (a list of rows)."""
 
     def __init__(self, rows):
-        self.bytes = [
-            [_ue8m0(largest_magnitude(row[i : i + 32])) for i in range(0, len(row), 32)] for row in rows
-        ]
+        self.bytes = [[_ue8m0(largest_magnitude(row[i : i + 32])) for i in range(0, len(row), 32)] for row in rows]
         self.codes, self.values = [], []
         for row, scales in zip(rows, self.bytes, strict=True):
             powers = [NAN if s == 255 else 2.0 ** (s - 127) for s in scales]

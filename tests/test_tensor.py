@@ -19,9 +19,7 @@ def matrix(*shape, seed=0):
 
 
 def same(a, b):
-    return torch.equal(a.packed, b.packed) and torch.equal(
-        a.scales.view(torch.uint8), b.scales.view(torch.uint8)
-    )
+    return torch.equal(a.packed, b.packed) and torch.equal(a.scales.view(torch.uint8), b.scales.view(torch.uint8))
 
 
 @given(strategies.matrices(), st.sampled_from(((1, 16), (16, 16))), st.booleans(), st.booleans())

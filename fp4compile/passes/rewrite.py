@@ -13,104 +13,52 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import compat
-from ..decisions import Choice, Decision
-from ..errors import UnsupportedDtypeError
-from ..graph import CASTS, LAYOUT, aten, emit, emit_items, fake_value, has_cast, hoisted, prims, transposed, without_casts
-from ..plan import GraphPlan, LeftMatmul, Outcome, RoleRecord, SiteRecord
-from ..recipe import ROLES, GemmSpec, OperandSpec
-from .classify import Left, Site, operands
+from ..graph import (
+    CASTS,
+    LAYOUT,
+    aten,
+    emit,
+    emit_items,
+    fake_value,
+    has_cast,
+    hoisted,
+    prims,
+    transposed,
+    without_casts,
+)
+from ..recipe import GemmSpec, OperandSpec
+from .classify import Site, operands
 from .randomness import GraphSeeds
+from .settle import SettledSite
 
 fp4 = torch.ops.fp4
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SALTS_PER_SITE = 8
 
 
-def rewrite(graph: fx.Graph, sites: list[Site], left: list[Left], plan: GraphPlan) -> Outcome:
-    """Rewrite every GEMM that the policy and the recipe give to FP4; report every site and every matmul left alone."""
-    outcome = Outcome(left=[_left_record(item, plan) for item in left])
+def rewrite(graph: fx.Graph, settled: list[SettledSite]) -> None:
+    """Rewrite every GEMM that has a spec, in place."""
     seeds = GraphSeeds(graph)
-    for number, site in enumerate(sites):
-        fqn, decision, min_size = plan.decide(site.forward, site.param)
-        decision = _by_shape(decision, site, min_size)
-        outcome.sites.append(_SiteRewriter(graph, number, fqn, site, decision, plan, seeds).run())
+    for number, one in enumerate(settled):
+        rewriter = _SiteRewriter(graph, number, one.site, seeds)
+        # wgrad puts its X operand before the forward, so the forward is replaced last.
+        if "wgrad" in one.specs:
+            rewriter.wgrad(one.specs["wgrad"])
+        if "dgrad" in one.specs:
+            rewriter.dgrad(one.specs["dgrad"])
+        if "forward" in one.specs:
+            rewriter.forward(one.specs["forward"])
     graph.eliminate_dead_code()
-    return outcome
 
 
 @dataclasses.dataclass
 class _SiteRewriter:
     graph: fx.Graph
     number: int
-    fqn: str
     site: Site
-    decision: Decision
-    plan: GraphPlan
     seeds: GraphSeeds
 
-    def run(self) -> SiteRecord:
-        specs = {role: self._spec(role) for role in ROLES}
-        if any(spec for spec, _ in specs.values()):
-            problem = self._unsupported()
-            if problem:
-                specs = {role: (None, RoleRecord("bf16", problem)) for role in specs}
-        record = self._record({role: entry for role, (_, entry) in specs.items()})
-        for role in (
-            "wgrad",
-            "dgrad",
-            "forward",
-        ):  # wgrad places its X operand before the forward, which must still stand
-            spec = specs[role][0]
-            if spec is not None:
-                getattr(self, f"_{role}")(spec)
-        return record
-
-    # --- what each GEMM gets
-
-    def _spec(self, role: str) -> tuple[GemmSpec | None, RoleRecord]:
-        node: fx.Node | None = getattr(self.site, role)
-        if node is None:
-            return None, RoleRecord("absent", self._absence(role))
-        choice: Choice = getattr(self.decision, role)
-        if choice.precision == "bf16":
-            return None, RoleRecord("bf16", choice.reason)
-        spec = self.plan.recipe.gemm(role, None if choice.precision == "recipe" else choice.precision)  # type: ignore[arg-type]
-        if spec is None:
-            return None, RoleRecord("bf16", "the recipe keeps this GEMM in bf16")
-        return spec, RoleRecord(spec.precision, choice.reason)
-
-    def _absence(self, role: str) -> str:
-        if self.site.unclear:
-            return "not told apart from the other gradient"
-        if not any(compat.is_tangent(node) for node in self.graph.nodes if node.op == "placeholder"):
-            return "the graph has no backward"
-        return "the input needs no gradient" if role == "dgrad" else "the weight needs no gradient"
-
-    def _unsupported(self) -> str | None:
-        """Why the site's dtype cannot be rewritten; raised in strict mode."""
-        bad = {
-            str(operand.meta["val"].dtype)
-            for operand in operands(self.site.forward)
-            if operand.meta["val"].dtype not in DTYPES
-        }
-        if not bad:
-            return None
-        problem = f"dtype {', '.join(sorted(bad))} cannot be quantized to FP4"
-        if self.plan.strict:
-            raise UnsupportedDtypeError(
-                f"site {self.fqn!r}: {problem}. Convert the model to bfloat16, float16 or float32, keep the site out "
-                f"with Policy(skip=[{self.fqn!r}]), or pass options={{'strict': False}} to leave it as it is."
-            )
-        return problem
-
-    def _record(self, roles: dict[str, RoleRecord]) -> SiteRecord:
-        call = self.plan.call_of(self.site.forward)
-        return SiteRecord(self.number, self.fqn, call.kind, _readable(site_shape(self.site)), **roles)
-
-    # --- the three GEMMs
-
-    def _forward(self, spec: GemmSpec) -> None:
+    def forward(self, spec: GemmSpec) -> None:
         node = self.site.forward
         sides = {self.site.activation: (spec.left, 0), self.site.weight: (spec.right, 1)}
         with self.graph.inserting_before(node):
@@ -122,7 +70,7 @@ class _SiteRewriter:
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
-    def _dgrad(self, spec: GemmSpec) -> None:
+    def dgrad(self, spec: GemmSpec) -> None:
         node = self.site.dgrad
         assert node is not None
         sides = {1 - self.site.dgrad_weight: (spec.left, 2), self.site.dgrad_weight: (spec.right, 3)}
@@ -131,7 +79,7 @@ class _SiteRewriter:
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
-    def _wgrad(self, spec: GemmSpec) -> None:
+    def wgrad(self, spec: GemmSpec) -> None:
         node = self.site.wgrad
         assert node is not None
         cast = float32_cast(node)
@@ -198,14 +146,6 @@ class _SiteRewriter:
         return emit(self.graph, node, prims.convert_element_type.default, product, node.meta["val"].dtype)
 
 
-def site_shape(site: Site) -> dict[str, Any]:
-    """T tokens, K input features, N output features of a site, as the graph has them (possibly symbolic)."""
-    left, right = (operand.meta["val"].shape for operand in operands(site.forward))
-    if site.weight == 1:
-        return {"T": left[0], "K": left[1], "N": right[1]}
-    return {"T": right[1], "K": left[1], "N": left[0]}
-
-
 def float32_cast(node: fx.Node) -> fx.Node | None:
     """The cast to float32 that alone, behind layout operators, reads a matmul: its result can be float32 from the
     start."""
@@ -233,24 +173,3 @@ def _prefer_recompute(nodes: list[fx.Node]) -> None:
     for node in nodes:
         if "ac_graph_id" in node.meta and not compat.is_tagged_backward(node):
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _by_shape(decision: Decision, site: Site, min_size: int) -> Decision:
-    """The decision with small sites kept in bf16, except where an override names a format."""
-    shape = site_shape(site)
-    small = [
-        f"{name} = {shape[name]}" for name in ("K", "N") if isinstance(shape[name], int) and shape[name] < min_size
-    ]
-    if not small:
-        return decision
-    kept = Choice("bf16", f"{' and '.join(small)} is below the policy's min_size {min_size}")
-    return Decision(*(kept if choice.precision == "recipe" else choice for choice in map(decision.choice, ROLES)))
-
-
-def _readable(shape: dict[str, Any]) -> dict[str, int | str]:
-    return {name: size if isinstance(size, int) else str(size) for name, size in shape.items()}
-
-
-def _left_record(item: Left, plan: GraphPlan) -> LeftMatmul:
-    call = plan.call_of(item.node)
-    return LeftMatmul(call.module, call.kind, item.reason)

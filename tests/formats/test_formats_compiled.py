@@ -1,7 +1,7 @@
 """Compiled code has the eager bits: every function of formats/ in one graph, without a graph break.
 
-Inputs reach what a compiler may treat differently: subnormal numbers (flushed by some flags), NaN and Inf, ties,
-values near the largest, zero.
+Inputs reach what a compiler may treat differently: subnormal numbers (flushed by some flags), NaN and Inf,
+ties, values near the largest, zero.
 """
 
 import math

@@ -14,7 +14,7 @@ from fp4compile.formats import mxfp4, packing
 
 def codes(packed):
     """With 8 (-0.0) read as 0."""
-    unpacked = packing.unpack_codes(packed)
+    unpacked = packing.unpack_codes(packed, packed.shape[1] // 8)
     return torch.where(unpacked == 8, 0, unpacked)
 
 

@@ -22,7 +22,7 @@ def quantize(x, block=(1, 16), amax=None, **options):
 
 def codes(packed):
     """With 8 (-0.0) read as 0."""
-    unpacked = packing.unpack_codes(packed.contiguous())
+    unpacked = packing.unpack_codes(packed.contiguous(), packed.shape[1] // 8)
     return torch.where(unpacked == 8, 0, unpacked)
 
 
@@ -179,15 +179,14 @@ class TestStochastic:
     def test_seeds_and_sites_give_different_codes(self):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
         results = [
-            quantize(x, seed=torch.tensor(seed), site=site)[0]
-            for seed, site in ((0, 0), (1, 0), (0, 1), (2**32, 0))
+            quantize(x, seed=torch.tensor(seed), site=site)[0] for seed, site in ((0, 0), (1, 0), (0, 1), (2**32, 0))
         ]
         for i, a in enumerate(results):
             assert all(not torch.equal(a, b) for b in results[i + 1 :])
         assert torch.equal(results[0], quantize(x, seed=torch.tensor(0), site=0)[0])
 
     def test_the_mean_over_seeds_is_the_value(self):
-        """400 draws of uniform numbers below the clip: the mean error's own deviation is step / sqrt(12 * 400)."""
+        """The error of 400 draws of uniform numbers below the clip, over its own deviation."""
         x = torch.rand(32, 64, generator=torch.Generator().manual_seed(1)) * 5 + 0.01
         x[:, ::16] = 6.0
         total = torch.zeros_like(x, dtype=torch.float64)
@@ -246,8 +245,8 @@ class TestGemmFactor:
     ],
 )
 def test_relative_error_is_the_measured_one(distribution, case, expected, tolerance):
-    """Mean Frobenius error of 8 draws of 256x256 bfloat16. Single draws differ by 1 % (Gaussian) to 20 % (heavy tails,
-    where a few outliers set the block scales); the tolerance is what the mean of 8 keeps to."""
+    """Mean Frobenius error of 8 draws of 256x256 bfloat16. Single draws differ by 1 % (Gaussian) to 20 % (heavy
+    tails, where a few outliers set the block scales); the tolerance is what the mean of 8 keeps to."""
     errors = []
     for seed in range(8):
         torch.manual_seed(seed)

@@ -20,7 +20,7 @@ def test_unpacking_is_the_inverse(rows, blocks, seed):
     codes = torch.randint(0, 16, (rows, blocks, 16), generator=random).float()
     packed = packing.pack_codes(codes)
     assert packed.shape == (rows, blocks * 8) and packed.dtype == torch.uint8
-    assert torch.equal(packing.unpack_codes(packed), codes.flatten(1))
+    assert torch.equal(packing.unpack_codes(packed, blocks), codes.flatten(1))
 
 
 def test_padding_is_added_only_where_needed():

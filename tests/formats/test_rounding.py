@@ -103,6 +103,4 @@ def test_round_to_bfloat16_is_torch_s_and_the_oracle_s(values):
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400001])
 def test_round_to_bfloat16_keeps_every_nan(bits):
-    assert (
-        rounding.round_to_bfloat16(torch.tensor([bits], dtype=torch.int32).view(torch.float32)).isnan().all()
-    )
+    assert rounding.round_to_bfloat16(torch.tensor([bits], dtype=torch.int32).view(torch.float32)).isnan().all()

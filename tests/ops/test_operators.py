@@ -97,7 +97,7 @@ def test_strided_operands_give_the_contiguous_result(shape):
     for (op, args), (_, same) in zip(calls(x), calls(view), strict=True):
         for a, b in zip(as_tuple(op(*args)), as_tuple(op(*same)), strict=True):
             assert torch.equal(a.float(), b.float())
-    packed, scales, amax = nvfp4(x)
+    packed, scales, _ = nvfp4(x)
     strided = packed.t().contiguous().t(), scales.view(torch.uint8).t().contiguous().t().view(scales.dtype)
     expected = fp4.decode(packed, scales, "nvfp4", torch.float32)
     assert torch.equal(fp4.decode(*strided, "nvfp4", torch.float32), expected)
@@ -117,9 +117,7 @@ def test_one_dynamic_graph_serves_other_sizes():
         assert torch.equal(counter(x, SEED), step(x, SEED))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.int32, torch.complex64, torch.float8_e4m3fn, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64, torch.float8_e4m3fn, torch.bool])
 def test_unsupported_dtypes_name_the_cast(dtype):
     x = torch.ones(16, 16).to(dtype)
     amax = torch.tensor(1.0)
