@@ -19,7 +19,7 @@ def spread(rows, columns, dtype):
 
 
 def as_bytes(tensor):
-    return tensor.cpu().contiguous().view(torch.uint8)
+    return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
 def on_both(op, *args):
