@@ -79,7 +79,7 @@ def _warn_if_nothing(plan: GraphPlan, options: Options) -> None:
     """A user who asked for NVFP4 and gets none of it must hear so. Decisions made by ``prepare`` were shown there."""
     if plan.outcome is None or not isinstance(options.policy, Policy) or not (plan.outcome.sites or plan.outcome.left):
         return
-    if any(site.rewritten for site in plan.outcome.sites):
+    if plan.outcome.refused or any(site.rewritten for site in plan.outcome.sites):
         return
     reasons = sorted({site.forward.reason for site in plan.outcome.sites} | {item.reason for item in plan.outcome.left})
     warnings.warn(

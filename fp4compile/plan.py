@@ -71,6 +71,8 @@ class Outcome:
 
     sites: list[SiteRecord] = dataclasses.field(default_factory=list)
     left: list[LeftMatmul] = dataclasses.field(default_factory=list)
+    refused: bool = False
+    """The graph could not be rewritten and ``strict`` was off; its user has been warned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,8 @@ class GraphPlan:
     strict: bool
     digest: str = ""
     outcome: Outcome | None = None
+    nested: list[LeftMatmul] = dataclasses.field(default_factory=list)
+    """Matmuls in bodies of nested compile regions, which come to the passes before the graph around them."""
 
     def call_of(self, node: fx.Node) -> Call:
         """The user's call behind a joint-graph node; unnamed for nodes that no call was marked for."""
@@ -157,7 +161,7 @@ class _Scope:
         root, names, module = self._split(source)
         if module is not None and _has_parameter(module, names):
             return root, clean_name(names)
-        name = (source if module is None else f"{root}.{names}").replace(".", "_")
+        name = (names if module is None else f"{root}.{names}").replace(".", "_")
         loose = self.modules.setdefault("", nn.Module())
         loose.register_parameter(name, nn.Parameter(torch.empty(value.dim() * [0], device="meta")))
         return "", name

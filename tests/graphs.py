@@ -80,7 +80,7 @@ def _operand(values: fx.Node, scales: fx.Node | None, amax: fx.Node | None, form
 
 
 def example_inputs(gm: fx.GraphModule, below: int) -> list[Any]:
-    """Random values for a graph's inputs, the same for graphs with the same inputs; integers from 0 to ``below`` - 1."""
+    """Random values with a graph's inputs' strides, the same for equal inputs; integers are 0 to ``below`` - 1."""
     generator = torch.Generator().manual_seed(5)
 
     def value(fake: Any) -> Any:
@@ -89,7 +89,10 @@ def example_inputs(gm: fx.GraphModule, below: int) -> list[Any]:
         shape = [compat.size_hint(size) for size in fake.shape]
         if not fake.dtype.is_floating_point:
             return torch.randint(below, shape, generator=generator, dtype=fake.dtype)
-        return torch.randn(shape, generator=generator).to(fake.dtype)
+        strides = [compat.size_hint(stride) for stride in fake.stride()]
+        return torch.empty_strided(shape, strides, dtype=fake.dtype).copy_(
+            0.3 * torch.randn(shape, generator=generator)
+        )
 
     return [value(node.meta["val"]) for node in gm.graph.nodes if node.op == "placeholder"]
 

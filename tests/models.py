@@ -150,7 +150,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.fused:
-            return self.o(F.scaled_dot_product_attention(*(a.unsqueeze(1) for a in (q, k, v)), is_causal=True).squeeze(1))
+            return self.o(
+                F.scaled_dot_product_attention(*(a.unsqueeze(1) for a in (q, k, v)), is_causal=True).squeeze(1)
+            )
         return self.o(torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v)
 
 

@@ -42,10 +42,7 @@ def smaller(a, b):
 def largest_magnitude(values):
     found = 0.0
     for value in values:
-        if math.isnan(value) or math.isnan(found):
-            found = NAN
-        else:
-            found = max(found, abs(value))
+        found = NAN if math.isnan(value) or math.isnan(found) else max(found, abs(value))
     return found
 
 

@@ -94,9 +94,7 @@ def test_a_short_run_of_both_precisions_writes_losses_a_picture_and_a_report(tmp
     steps = [json.loads(line) for line in (tmp_path / "demo/losses.jsonl").read_text().splitlines()]
     report = (tmp_path / "demo/report.txt").read_text()
 
-    assert [(s["precision"], s["step"]) for s in steps] == [
-        (p, i) for p in ("bf16", "nvfp4") for i in (1, 2, 3)
-    ]
+    assert [(s["precision"], s["step"]) for s in steps] == [(p, i) for p in ("bf16", "nvfp4") for i in (1, 2, 3)]
     assert all(s.keys() == {"step", "precision", "loss", "lr", "seconds"} for s in steps)
     bf16, nvfp4 = ([s["loss"] for s in steps if s["precision"] == p] for p in ("bf16", "nvfp4"))
     assert bf16 != nvfp4, "nvfp4 computed exactly what bf16 did"

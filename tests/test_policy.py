@@ -31,11 +31,7 @@ def reason(decisions: Decisions, name: str) -> str:
 
 def kept(decisions: Decisions, suffix: str = ".up.weight") -> list[str]:
     """The parameters with this suffix that stay bf16 in all three GEMMs."""
-    return [
-        name
-        for name, decision in decisions.parameters
-        if name.endswith(suffix) and decision.precisions() == BF16
-    ]
+    return [name for name, decision in decisions.parameters if name.endswith(suffix) and decision.precisions() == BF16]
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +49,7 @@ def test_the_papers_62_blocks_keep_2_first_and_8_last() -> None:
     assert default_ends(62) == (2, 8)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "ends"), [(0, (0, 0)), (3, (0, 0)), (4, (0, 1)), (12, (0, 2)), (24, (1, 3))]
-)
+@pytest.mark.parametrize(("blocks", "ends"), [(0, (0, 0)), (3, (0, 0)), (4, (0, 1)), (12, (0, 2)), (24, (1, 3))])
 def test_default_ends_of_small_models(blocks: int, ends: tuple[int, int]) -> None:
     assert default_ends(blocks) == ends
 
@@ -120,14 +114,9 @@ def test_a_list_may_hold_blocks_of_several_classes() -> None:
 
 
 def test_a_sequential_that_is_a_whole_model_lends_only_its_blocks() -> None:
-    model = nn.Sequential(
-        nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.RMSNorm(DIM), nn.Linear(DIM, VOCABULARY)
-    )
+    model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.RMSNorm(DIM), nn.Linear(DIM, VOCABULARY))
     assert ModuleTree(model).find_blocks() == ("1", "2")
-    assert (
-        reason(resolve(model, Policy()), "4.weight")
-        == f"output head: {VOCABULARY} outputs, like an embedding"
-    )
+    assert reason(resolve(model, Policy()), "4.weight") == f"output head: {VOCABULARY} outputs, like an embedding"
 
 
 def test_a_dict_of_lists_is_no_list_of_blocks() -> None:
@@ -222,9 +211,7 @@ def test_patterns_are_case_sensitive() -> None:
         (Policy(blocks="blocks"), "blocks pattern 'blocks'", ""),
     ],
 )
-def test_a_pattern_that_matches_nothing_warns_and_names_what_is_close(
-    policy: Policy, field: str, close: str
-) -> None:
+def test_a_pattern_that_matches_nothing_warns_and_names_what_is_close(policy: Policy, field: str, close: str) -> None:
     with pytest.warns(Fp4Warning) as caught:
         resolve(GPT(), policy)
     (warning,) = caught
@@ -236,9 +223,7 @@ def test_a_pattern_that_matches_nothing_warns_and_names_what_is_close(
 
 
 def test_an_override_wins_over_skip_include_head_and_ends() -> None:
-    policy = Policy(
-        include="*.attn", skip="*.wo", overrides={"lm_head": "nvfp4", "*.wo": "mxfp4", "*.7.up": "recipe"}
-    )
+    policy = Policy(include="*.attn", skip="*.wo", overrides={"lm_head": "nvfp4", "*.wo": "mxfp4", "*.7.up": "recipe"})
     decisions = resolve(GPT(), policy)
     assert precisions(decisions, "lm_head.weight") == ("nvfp4",) * 3
     assert precisions(decisions, "layers.7.attn.wo.weight") == ("mxfp4",) * 3
@@ -280,10 +265,7 @@ def test_the_first_rule_that_applies_gives_the_reason(policy: Policy, why: str) 
 
 def test_a_head_is_known_by_its_size_or_its_name_too() -> None:
     model = GPT(tied=False)
-    assert (
-        reason(resolve(model, Policy()), "lm_head.weight")
-        == f"output head: {VOCABULARY} outputs, like an embedding"
-    )
+    assert reason(resolve(model, Policy()), "lm_head.weight") == f"output head: {VOCABULARY} outputs, like an embedding"
     model.score = nn.Linear(DIM, 5)
     assert reason(resolve(model, Policy()), "score.weight") == "output head: called score"
 
@@ -328,9 +310,7 @@ def test_a_module_that_owns_its_weight_names_the_site() -> None:
 
 def test_a_tied_weight_is_decided_by_the_module_that_executes() -> None:
     decisions = resolve(GPT(), Policy(overrides={"lm_head": "nvfp4"}))
-    name, decision = decisions.lookup(
-        "lm_head", ["tok.weight"]
-    )  # torch keeps the first name of a tied parameter
+    name, decision = decisions.lookup("lm_head", ["tok.weight"])  # torch keeps the first name of a tied parameter
     assert (name, decision.precisions()) == ("lm_head", ("nvfp4",) * 3)
 
 

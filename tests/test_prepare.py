@@ -53,9 +53,7 @@ def formats(plan: Plan, name: str) -> tuple[str, str, str]:
 
 
 def test_a_row_has_the_formats_that_recipe_and_policy_make_together() -> None:
-    plan = prepare(
-        GPT(), Recipe(forward="bf16", wgrad=("nvfp4", "bf16")), Policy(overrides={"*.wo": "mxfp4"})
-    )
+    plan = prepare(GPT(), Recipe(forward="bf16", wgrad=("nvfp4", "bf16")), Policy(overrides={"*.wo": "mxfp4"}))
     assert formats(plan, "layers.0.up") == ("bf16", "nvfp4", "nvfp4/bf16")
     assert formats(plan, "layers.0.attn.wo") == ("mxfp4", "mxfp4", "mxfp4")
     assert formats(plan, "layers.7.up") == ("bf16", "bf16", "bf16")
@@ -182,8 +180,7 @@ def test_the_totals_count_what_a_matmul_may_read() -> None:
     total = 4 * 8192 + VOCABULARY * DIM
     share = f"{3 * 8192 / total:.1%}"
     assert str(plan).splitlines()[-2:] == [
-        f"17 weights that a matmul may read, {total:,} elements; "
-        f"in FP4, forward {share}, dgrad {share}, wgrad {share}",
+        f"17 weights that a matmul may read, {total:,} elements; in FP4, forward {share}, dgrad {share}, wgrad {share}",
         "outside the blocks, so left eager by compile_blocks: lm_head",
     ]
 
@@ -194,9 +191,7 @@ def test_the_text_says_if_there_are_no_blocks_or_no_weights() -> None:
 
 
 def test_convolutions_are_in_the_text_with_the_reason_they_are_left() -> None:
-    (line,) = [
-        line for line in str(prepare(nn.ModuleList([Mixer(), Mixer()]))).splitlines() if "conv" in line
-    ]
+    (line,) = [line for line in str(prepare(nn.ModuleList([Mixer(), Mixer()]))).splitlines() if "conv" in line]
     assert line.split(maxsplit=6)[0] == "[0-1].conv"
     assert line.endswith("Conv1d, not a matmul")
 

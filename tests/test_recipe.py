@@ -43,15 +43,11 @@ def stochastic(fmt: str, *block: int) -> OperandSpec:
 
 
 def test_nvidia_quantizes_activations_1x16_and_weights_16x16_in_forward() -> None:
-    assert Recipe.nvidia().gemm("forward") == GemmSpec(
-        nearest("nvfp4", 1, 16), nearest("nvfp4", 16, 16), 0, 0
-    )
+    assert Recipe.nvidia().gemm("forward") == GemmSpec(nearest("nvfp4", 1, 16), nearest("nvfp4", 16, 16), 0, 0)
 
 
 def test_nvidia_rounds_the_gradient_stochastically_in_dgrad_and_does_not_rotate() -> None:
-    assert Recipe.nvidia().gemm("dgrad") == GemmSpec(
-        stochastic("nvfp4", 1, 16), nearest("nvfp4", 16, 16), 0, 0
-    )
+    assert Recipe.nvidia().gemm("dgrad") == GemmSpec(stochastic("nvfp4", 1, 16), nearest("nvfp4", 16, 16), 0, 0)
 
 
 def test_nvidia_rotates_wgrad_by_16_with_transformer_engines_signs() -> None:

@@ -165,7 +165,7 @@ class TestScaledMm:
 
     def test_an_unsupported_output_is_refused(self):
         q = quantize(matrix(2, 16))
-        with pytest.raises(UnsupportedDtypeError, match="out_dtype is torch.float64"):
+        with pytest.raises(UnsupportedDtypeError, match=r"out_dtype is torch\.float64"):
             scaled_mm(q, q, torch.float64)
 
     def test_no_rows(self):

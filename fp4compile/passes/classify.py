@@ -23,6 +23,8 @@ BATCHED = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
 if hasattr(aten, "_grouped_mm"):
     BATCHED[aten._grouped_mm.default] = (0, 1)
 
+MATMULS = OPERANDS | BATCHED
+
 ATTENTION = frozenset(
     getattr(aten, name).default
     for name in (
@@ -72,7 +74,7 @@ class Left:
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The two matrices of a matmul node."""
-    left, right = (OPERANDS | BATCHED)[node.target]  # type: ignore[index]
+    left, right = MATMULS[node.target]  # type: ignore[index]
     return node.args[left], node.args[right]  # type: ignore[return-value]
 
 
@@ -93,7 +95,7 @@ def classify(graph: fx.Graph, params: Mapping[int | str, tuple[str, str]]) -> tu
             continue
         if node.target in ATTENTION:
             left.append(Left(node, "attention's own matmuls stay in high precision"))
-        elif node.target in OPERANDS or node.target in BATCHED:
+        elif node.target in MATMULS:
             found = _forward_site(node, owners, constants)
             if isinstance(found, Site):
                 sites.append(found)
@@ -192,7 +194,7 @@ def _reached_parameters(
             if node in seen:
                 continue
             seen.add(node)
-            if node.target in OPERANDS or node.target in BATCHED:
+            if node.target in MATMULS:
                 reached.setdefault(node, set()).add(params[key])
             else:
                 stack.extend(node.all_input_nodes)

@@ -25,10 +25,11 @@ def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int,
 
 
 def _saved(forward: fx.GraphModule, backward: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of the forward graph whose storage the backward reads."""
-    wanted = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
-    outputs = [value for value in forward.graph.output_node().all_input_nodes if value.name in wanted]
-    storages = dict.fromkeys(_storage(node) for node in outputs)
+    """The nodes of the forward graph whose storage the backward reads: what its last outputs are, all but gradients."""
+    inputs = [node for node in backward.graph.nodes if node.op == "placeholder" and not compat.is_tangent(node)]
+    outputs = forward.graph.output_node().args[0]
+    kept = outputs[len(outputs) - len(inputs) :]  # type: ignore[arg-type, index]
+    storages = dict.fromkeys(_storage(node) for node in kept if isinstance(node, fx.Node))
     return (node for node in storages if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
 
 

@@ -222,5 +222,5 @@ def test_scaled_mm_refuses(a, b, message):
 
 
 def test_scaled_mm_refuses_an_output_dtype():
-    with pytest.raises(UnsupportedDtypeError, match="out_dtype is torch.float64"):
+    with pytest.raises(UnsupportedDtypeError, match=r"out_dtype is torch\.float64"):
         fp4.scaled_mm(*QUANTIZED, *QUANTIZED, torch.float64)

@@ -1,0 +1,133 @@
+"""Lowering chooses how an operator runs on a device and never what it gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import compiling
+import graphs
+import pytest
+import torch
+from graphs import fp4
+from models import K, N, tokens
+from torch import Tensor, fx, nn
+
+import fp4compile
+from fp4compile import lowering
+from fp4compile.lowering import lower, lowering_key
+from fp4compile.lowering.targets import Target, target_for
+
+
+def operators(gm: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in gm.graph.nodes if str(n.target).startswith("fp4")]
+
+
+def forward_and_backward() -> list[fx.GraphModule]:
+    report = fp4compile.explain(nn.Linear(K, N), tokens())
+    return [report.graphs["forward"], report.graphs["backward"]]
+
+
+def test_on_a_cpu_every_operator_becomes_its_compiled_twin() -> None:
+    for gm in forward_and_backward():
+        before = operators(gm)
+        lower(gm.graph)
+        assert before
+        assert operators(gm) == [name.replace("fp4.", "fp4_compiled.") for name in before]
+
+
+def test_where_a_device_has_no_kernels_the_reference_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "target_for", lambda kind: Target(kind, "reference", False, "none yet"))
+    for gm in forward_and_backward():
+        before = gm.code
+        lower(gm.graph)
+        gm.recompile()
+        assert gm.code == before
+
+
+def test_every_operator_has_a_compiled_twin_of_the_same_schema() -> None:
+    for name in ("amax", "rotate", "quantize", "decode", "scaled_mm"):
+        operator, twin = (getattr(getattr(torch.ops, library), name).default for library in ("fp4", "fp4_compiled"))
+        assert str(twin._schema) == str(operator._schema).replace("fp4::", "fp4_compiled::")
+
+
+def test_the_target_of_a_device_is_a_function_of_the_device() -> None:
+    assert target_for("cpu").lowering == "compiled"
+    assert target_for("cuda").lowering == "reference"
+    assert target_for("cpu") == target_for("cpu")
+    assert all(target_for(kind).reason for kind in ("cpu", "cuda", "mps"))
+
+
+def test_the_lowering_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = lowering_key()
+    assert json.loads(before)["cpu"] == "compiled"
+    monkeypatch.setattr(lowering, "target_for", lambda kind: Target(kind, "reference", False, "none yet"))
+    assert lowering_key() != before
+
+
+@pytest.mark.slow
+def test_compiled_operators_give_the_references_bits() -> None:
+    """The operators of a linear layer, at ragged sizes; T of 0 and 1 too, for which Dynamo compiles anew."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in (33, 17, 1, 0):
+        x, w = torch.randn(rows, K, generator=generator), torch.randn(N, K, generator=generator)
+        expected, found = ([*_chain(ops, x, w)] for ops in (torch.ops.fp4, torch.ops.fp4_compiled))
+        for (name, value), (_, wanted) in zip(found, expected, strict=True):
+            assert value.shape == wanted.shape and value.dtype == wanted.dtype, (name, rows)
+            assert torch.equal(_bits(value), _bits(wanted)), (name, rows)
+
+
+@pytest.mark.slow
+def test_sites_share_one_kernel() -> None:
+    x, amax, seed = tokens(33, K, grad=False), torch.tensor(4.0), torch.tensor(9)
+    variants = lowering.compiled._variant
+    codes, sizes = [], []
+    for site in (4, 12):
+        codes.append(torch.ops.fp4_compiled.quantize(x, amax, seed, "nvfp4", [1, 16], "stochastic", site)[0])
+        sizes.append(variants.cache_info().currsize)
+        assert torch.equal(codes[-1], fp4.quantize(x, amax, seed, "nvfp4", [1, 16], "stochastic", site)[0])
+    assert sizes[0] == sizes[1]
+    assert not torch.equal(*codes)
+
+
+def _chain(ops: Any, x: Tensor, w: Tensor) -> Any:
+    """(name, result) of the operators that one linear layer needs."""
+    rotated = ops.rotate(x.t(), 16, 0xD7E8)
+    x_max, w_max, r_max = ops.amax(x), ops.amax(w), ops.amax(rotated)
+    rows = ops.quantize(x, x_max, None, "nvfp4", [1, 16], "nearest", 0)
+    tiles = ops.quantize(w, w_max, None, "nvfp4", [16, 16], "nearest", 0)
+    noisy = ops.quantize(rotated, r_max, torch.tensor(7), "nvfp4", [1, 16], "stochastic", 4)
+    product = ops.scaled_mm(*rows, x_max, "nvfp4", *tiles, w_max, "nvfp4", torch.float32)
+    yield "rotate", rotated
+    yield from (("amax", one) for one in (x_max, w_max, r_max))
+    yield from ((name, one) for name, pair in (("1x16", rows), ("16x16", tiles), ("noisy", noisy)) for one in pair)
+    yield "scaled_mm", product
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.view(torch.uint8) if value.dtype.itemsize == 1 else value
+
+
+def test_the_way_called_inductor_calls_no_compiled_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the comparison of ways in test_backend compares one with itself."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a compiled operator was called")
+
+    monkeypatch.setattr(lowering.compiled, "_variant", refuse)
+    model = nn.Linear(K, N, bias=False)
+    with compiling.inductor(), torch.no_grad():
+        compiling.compiled(model)(tokens())
+    with compiling.lowered(), torch.no_grad(), pytest.raises(AssertionError, match="compiled operator"):
+        compiling.compiled(model)(tokens())
+
+
+def test_graphs_of_another_library_are_left_alone() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.output(y)
+    for node in (x, y):
+        node.meta["val"] = torch.empty(2)
+    lower(graph)
+    assert graphs.calls(fx.GraphModule({}, graph), torch.ops.aten.relu.default)

@@ -1,0 +1,89 @@
+"""Bytes kept for the backward: exact numbers, which change only when torch's partitioner or our graphs do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import compiling
+import models
+import pytest
+import torch
+from models import K, N, T
+from torch import Tensor, nn
+
+import fp4compile
+from fp4compile import Recipe
+from fp4compile.report import SavedBytes
+
+PACKED = 0.5 + 1 / 16  # bytes an element
+
+
+@functools.cache
+def transformer(recompute: bool = False, recipe: str = "nvidia", dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
+    model = models.seeded(models.Transformer, recompute=recompute).to(dtype)
+    return fp4compile.explain(model, models.ids(4, 64), options={"recipe": recipe}).saved_for_backward
+
+
+def linear(**changes: Any) -> SavedBytes:
+    """Two linear layers without bias, so that the input of the second must be saved or quantized."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False), nn.GELU(), nn.Linear(N, K, bias=False)).bfloat16()
+    options = {"recipe": Recipe.nvidia(**changes)}
+    return fp4compile.explain(model, models.tokens(dtype=torch.bfloat16), options=options).saved_for_backward
+
+
+def test_a_transformer_saves_these_bytes() -> None:
+    assert transformer() == SavedBytes(bytes=338_968, packed_bytes=36_864, baseline_bytes=433_152)
+
+
+def test_a_transformer_saves_less_than_without_rewriting() -> None:
+    saved = transformer()
+    assert 0 < saved.packed_bytes < saved.bytes < saved.baseline_bytes
+
+
+def test_without_rewriting_nothing_is_packed_and_nothing_saved() -> None:
+    saved = transformer(recipe="bf16")
+    assert saved.packed_bytes == 0
+    assert saved.bytes == saved.baseline_bytes == transformer().baseline_bytes
+
+
+def test_a_checkpointed_transformer_saves_no_more_than_without_rewriting() -> None:
+    saved = transformer(recompute=True)
+    assert saved.packed_bytes == 0
+    assert saved.bytes <= saved.baseline_bytes < transformer().bytes
+
+
+def test_what_is_saved_packed_is_the_rotated_activation_in_its_16_and_a_half_th() -> None:
+    """The input of each of the two layers, transposed, T padded to the rotation's 16; amax beside it."""
+    padded = -(-T // 16) * 16
+    assert linear().packed_bytes == (K + N) * padded * PACKED
+
+
+def test_with_wgrad_in_bf16_nothing_packed_is_saved() -> None:
+    saved = linear(wgrad="bf16")
+    assert saved.packed_bytes == 0
+    assert saved.bytes == saved.baseline_bytes
+
+
+def test_a_graph_without_backward_saves_nothing() -> None:
+    with torch.no_grad():
+        report = fp4compile.explain(nn.Linear(K, N), models.tokens())
+    assert report.saved_for_backward == SavedBytes(0, 0, 0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_report_counts_what_autograd_really_holds(recompute: bool) -> None:
+    model, ids = models.seeded(models.Transformer, recompute=recompute).bfloat16(), models.ids(4, 64)
+    held: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with compiling.interpreted(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = compiling.compiled(model)(ids)
+    for tensor in (ids, *model.parameters()):
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    assert result.requires_grad
+    assert sum(held.values()) == transformer(recompute).bytes
