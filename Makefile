@@ -37,8 +37,9 @@ lint: venv
 test: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
+# Waiting threads sleep: where the cores have other work too, spinning ones make a step many times slower.
 demo: venv
-	$(PY) examples/train_gpt.py --out demo
+	OMP_WAIT_POLICY=passive $(PY) examples/train_gpt.py --out demo
 
 bench: venv
 	set -e; for script in benchmarks/*.py; do \

@@ -123,6 +123,19 @@ class UserFunction(nn.Module):
         return _UserLinear.apply(x, self.weight)
 
 
+class UserFunctions(nn.Module):
+    """The same function with two weights on one input, and with one of them on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(K, K) * 0.1)
+        self.k = nn.Parameter(torch.randn(K, K) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = _UserLinear.apply(x, self.q), _UserLinear.apply(x, self.k)
+        return _UserLinear.apply(torch.relu(q - k), self.q)
+
+
 class QKV(nn.Module):
     """Three linear layers that read one input."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import K, N, T
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp4compile
 from fp4compile import Recipe
@@ -53,8 +54,26 @@ def test_a_checkpointed_transformer_saves_no_more_than_without_rewriting() -> No
     assert saved.bytes <= saved.baseline_bytes < transformer().bytes
 
 
-def test_what_is_saved_packed_is_the_rotated_activation_in_its_16_and_a_half_th() -> None:
-    """The input of each of the two layers, transposed, T padded to the rotation's 16; amax beside it."""
+def test_a_region_that_saves_its_matmuls_does_not_save_quantized_operands_too() -> None:
+    """The results of matmuls are marked to be saved; what is put before them must not take over that mark."""
+    saves_matmuls = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(K, N, bias=False), nn.GELU(), nn.Linear(N, K, bias=False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=saves_matmuls)
+
+    model = models.seeded(Selective).bfloat16()
+    saved = fp4compile.explain(model, models.tokens(dtype=torch.bfloat16)).saved_for_backward
+    assert saved.packed_bytes == 0
+    assert 0 < saved.bytes <= saved.baseline_bytes
+
+
+def test_what_is_saved_packed_is_the_rotated_activation() -> None:
+    """Of the input of each of the two layers, with T padded to the 16 of the rotation."""
     padded = -(-T // 16) * 16
     assert linear().packed_bytes == (K + N) * padded * PACKED
 

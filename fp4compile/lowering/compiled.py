@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import REFERENCE
+from ..ops.library import SCALE_DTYPES
 
 library = torch.library.Library("fp4_compiled", "DEF")
 
@@ -33,12 +34,14 @@ def _define(operator: Any) -> None:
     varying = [index for index, argument in enumerate(schema.arguments) if argument.name == "site"]
 
     def run(*args: Any) -> Any:
+        if any(isinstance(arg, Tensor) and arg.numel() == 0 for arg in args):
+            return operator(*args)  # nothing to compute, and Inductor cannot lower views of empty tensors on torch 2.11
         args = tuple(torch.tensor(arg) if index in varying else arg for index, arg in enumerate(args))
         positions = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor))
         fixed = tuple(None if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
         with torch.no_grad():
-            tensors = [args[index] for index in positions]
-            return _variant(operator, positions, fixed, tuple(map(_kind, tensors)))(*tensors)
+            tensors = [args[index].detach() for index in positions]  # sizes of a Parameter are never symbolic
+            return _variant(operator, positions, fixed, tuple(map(Kind.of, tensors)))(*tensors)
 
     library.define(str(schema).partition("::")[2])
     library.impl(name, run, "CPU")
@@ -50,18 +53,27 @@ def _hashable(arg: Any) -> Any:
     return tuple(arg) if isinstance(arg, list) else arg
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+class Kind(NamedTuple):
     """What of a tensor Dynamo compiles anew for even with symbolic sizes."""
-    return tensor.dtype, tensor.is_contiguous(), tuple(size for size in tensor.shape if size < 2)
+
+    dtype: torch.dtype
+    dim: int
+    contiguous: bool
+    small: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        return cls(tensor.dtype, tensor.dim(), tensor.is_contiguous(), tuple(size for size in tensor.shape if size < 2))
 
 
 @functools.cache
 def _variant(
-    operator: Any, positions: tuple[int, ...], fixed: tuple[Any, ...], kinds: tuple[Any, ...]
+    operator: Any, positions: tuple[int, ...], fixed: tuple[Any, ...], kinds: tuple[Kind, ...]
 ) -> Callable[..., Any]:
     """The compiled reference of one operator: tensors at ``positions``, the other arguments as in ``fixed``.
 
-    ``kinds`` only tells variants apart.
+    It is compiled for tensors of ``_typical`` shape. Otherwise the first call of a process would decide, for all that
+    follow, which loops are made parallel, and which sizes are taken to be equal.
     """
     reference = REFERENCE[operator]
 
@@ -73,7 +85,37 @@ def _variant(
 
     # Dynamo keeps compiled code by code object and gives up after a few variants of one: each gets its own.
     own = types.FunctionType(body.__code__.replace(), globals(), body.__name__, None, body.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    compiled = torch.compile(own, dynamic=True, fullgraph=True)
+    if not any(kind.small for kind in kinds):
+        compiled(*_typical(kinds))
+    return compiled
+
+
+def forget() -> None:
+    """Compile again at the next call, for typical shapes. To be called after ``torch.compiler.reset``."""
+    _variant.cache_clear()
+
+
+_ROWS = (1536, 768)
+_COLUMNS = {torch.uint8: 1024, torch.float8_e4m3fn: 128, torch.float8_e8m0fnu: 64}
+_PLAIN_COLUMNS = 2048
+_SCALES = tuple(SCALE_DTYPES.values())
+
+
+def _typical(kinds: Sequence[Kind]) -> Iterator[Tensor]:
+    """Zeros of the shapes that operands of one product have; no two sizes are equal that need not be."""
+    rows = iter(_ROWS)
+    for kind in kinds:
+        if kind.dim == 0:
+            yield torch.zeros((), dtype=kind.dtype)
+            continue
+        if kind.dtype not in _SCALES:  # scales have the rows of the codes before them
+            count = next(rows)
+        columns = _COLUMNS.get(kind.dtype, _PLAIN_COLUMNS)
+        if kind.contiguous:
+            yield torch.zeros(count, columns, dtype=kind.dtype)
+        else:
+            yield torch.zeros(columns, count, dtype=kind.dtype).t()
 
 
 for _operator in REFERENCE:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from .. import compat
 from ..backend import compile_graph
+from ..lowering.compiled import forget
 from ..options import Options, parse_options
 from ..plan import GraphPlan, LeftMatmul, SiteRecord
 from .report import Report, SavedBytes
@@ -100,6 +101,7 @@ def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], o
             torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         torch.compiler.reset()
+        forget()
     return [capture for capture in captures if capture.graphs]
 
 
@@ -107,12 +109,14 @@ def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], o
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Random numbers and buffers are afterwards as they were."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
 
 def _sites(captures: list[_Capture]) -> Iterator[SiteRecord]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,8 +28,8 @@ def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int,
 def _saved(forward: fx.GraphModule, backward: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes of the forward graph whose storage the backward reads: what its last outputs are, all but gradients."""
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder" and not compat.is_tangent(node)]
-    outputs = forward.graph.output_node().args[0]
-    kept = outputs[len(outputs) - len(inputs) :]  # type: ignore[arg-type, index]
+    outputs: Any = forward.graph.output_node().args[0]
+    kept = outputs[len(outputs) - len(inputs) :]
     storages = dict.fromkeys(_storage(node) for node in kept if isinstance(node, fx.Node))
     return (node for node in storages if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
 

@@ -67,7 +67,8 @@ def test_stochastic_codes_are_neighbours_under_the_same_scales(x, seed, site):
     powers = packing.repeat_columns(2.0 ** (scales.double() - 127), 32)[:, : x.shape[1]]
     values, v = mxfp4.decode(packed, scales)[:, : x.shape[1]].double() / powers, x.double() / powers
     steps = torch.where(v.abs() < 2, 0.5, torch.where(v.abs() < 4, 1.0, 2.0))
-    assert ((values - v).abs() < steps).all()
+    representable = x.double().abs() < 2.0**127  # above, the neighbour may lie beyond float32
+    assert ((values - v).abs() < steps)[representable].all()
 
 
 def test_stochastic_mean_over_seeds_is_the_value():

@@ -110,6 +110,9 @@ CASES = {
         (f"w0 einsum {T}x{K}x{N} fdw",),
     ),
     "user's autograd.Function": Case(models.UserFunction, _x(T, K), (f"weight matmul {T}x{K}x{N} fdw",)),
+    "user's autograd.Function with two weights": Case(
+        models.UserFunctions, _x(T, K), ("q matmul 24x32x32 fdw", "k matmul 24x32x32 fdw", "q matmul 24x32x32 fdw")
+    ),
     # several uses, several weights
     "fused qkv": Case(
         _weights(lambda m, x: torch.cat(F.linear(x, m.w0).chunk(3, -1)[:2], -1), (3 * K, K)),

@@ -228,6 +228,17 @@ def test_an_override_changes_one_gemm_of_one_weight() -> None:
     assert sorted(formats) == ["mxfp4"] + ["nvfp4"] * 7
 
 
+def test_gradients_through_one_weight_belong_to_the_call_that_they_came_through() -> None:
+    """Two modules with one weight: only the second's dgrad, which reads the incoming gradient, stays bf16."""
+    model = nn.ModuleDict({"a": nn.Linear(K, K, bias=False), "b": nn.Linear(K, K, bias=False)})
+    model["b"].weight = model["a"].weight
+    sequence = nn.Sequential(model["a"], nn.ReLU(), model["b"])
+    report = fp4compile.explain(sequence, tokens(), options={"policy": Policy(overrides={"2": {"dgrad": "bf16"}})})
+    assert [(site.fqn, site.dgrad.precision) for site in report.sites] == [("0", "nvfp4"), ("2", "bf16")]
+    (kept,) = graphs.calls(report.graphs["joint_after"], aten.mm.default)
+    assert kept.args[0].args[0].name.startswith("tangents")
+
+
 # --- nothing to do, or only a part
 
 
