@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp4compile import backend
+from fp4compile.lowering.compiled import forget
 from fp4compile.options import Options
 from fp4compile.plan import GraphPlan
 
@@ -65,10 +66,12 @@ def lowered() -> Iterator[None]:
 @contextlib.contextmanager
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
+    forget()
     try:
         yield
     finally:
         torch.compiler.reset()
+        forget()
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:

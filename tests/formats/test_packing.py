@@ -1,6 +1,7 @@
 """Packing and its inverse."""
 
 import torch
+from comparing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from fp4compile.formats import packing
 def test_the_even_element_is_in_the_low_nibble(rows):
     packed = packing.pack_codes(torch.tensor(rows, dtype=torch.float32))
     expected = [row[i] | row[i + 1] << 4 for row in rows for i in range(0, 16, 2)]
-    assert packed.tolist() == expected
+    assert_same(packed, expected)
 
 
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**32 - 1))
@@ -20,7 +21,7 @@ def test_unpacking_is_the_inverse(rows, blocks, seed):
     codes = torch.randint(0, 16, (rows, blocks, 16), generator=random).float()
     packed = packing.pack_codes(codes)
     assert packed.shape == (rows, blocks * 8) and packed.dtype == torch.uint8
-    assert torch.equal(packing.unpack_codes(packed, blocks), codes.flatten(1))
+    assert_same(packing.unpack_codes(packed, blocks), codes.flatten(1))
 
 
 def test_padding_is_added_only_where_needed():

@@ -6,6 +6,7 @@ import oracle
 import pytest
 import strategies
 import torch
+from comparing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,17 @@ def test_bits_are_the_oracle_s(x, size, signs):
     expected = [[v for i in range(0, cols, size) for v in oracle.rotate(row[i : i + size], signs)] for row in rows]
     result = rotation.rotate(x, size, signs)
     assert result.dtype == torch.bfloat16
-    assert torch.equal(result.float().nan_to_num(7.0), torch.tensor(expected).nan_to_num(7.0))
+    assert_same(result.float(), expected)
+
+
+@pytest.mark.parametrize("size", rotation.SIZES)
+def test_large_terms_that_cancel_leave_the_oracle_s_rounding(size):
+    """2^24 + 1 is no float32: in which order such terms meet shows in the sum."""
+    choice = torch.tensor([2.0**24, -(2.0**24), 1.0, -1.0, 3.0, 0.5])
+    indices = torch.randint(0, len(choice), (64, size), generator=torch.Generator().manual_seed(size))
+    x = choice[indices]
+    expected = [oracle.rotate(row, rotation.SIGNS) for row in x.tolist()]
+    assert_same(rotation.rotate(x, size).float(), expected)
 
 
 @pytest.mark.parametrize("size", rotation.SIZES)

@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from comparing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def test_codes_of_floats_in_range(values):
 
 
 def assert_codes(codes, v):
-    assert codes.tolist() == [oracle.e2m1(x) % 16 if x else 0 for x in v.tolist()]
+    assert_same(codes, [oracle.e2m1(x) if x else 0 for x in v.tolist()])
 
 
 def test_nan_becomes_the_code_of_six_and_infinities_saturate():
@@ -98,7 +99,7 @@ def test_round_to_bfloat16_is_torch_s_and_the_oracle_s(values):
     assert torch.equal(rounded.isnan(), x.isnan())
     assert torch.equal(rounded.nan_to_num(0.0), x.to(torch.bfloat16).float().nan_to_num(0.0))
     numbers = [v for v in x.tolist() if not math.isnan(v)]
-    assert rounded[~x.isnan()].tolist() == [oracle.bf16(v) for v in numbers]
+    assert_same(rounded[~x.isnan()], [oracle.bf16(v) for v in numbers])
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400001])

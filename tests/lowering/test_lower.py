@@ -66,15 +66,28 @@ def test_the_lowering_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_compiled_operators_give_the_references_bits() -> None:
-    """The operators of a linear layer, at ragged sizes; T of 0 and 1 too, for which Dynamo compiles anew."""
+@pytest.mark.parametrize("rows", [33, 17])
+def test_compiled_operators_give_the_references_bits(rows: int) -> None:
+    """All that one linear layer needs, at ragged sizes."""
     generator = torch.Generator().manual_seed(0)
-    for rows in (33, 17, 1, 0):
-        x, w = torch.randn(rows, K, generator=generator), torch.randn(N, K, generator=generator)
-        expected, found = ([*_chain(ops, x, w)] for ops in (torch.ops.fp4, torch.ops.fp4_compiled))
-        for (name, value), (_, wanted) in zip(found, expected, strict=True):
-            assert value.shape == wanted.shape and value.dtype == wanted.dtype, (name, rows)
-            assert torch.equal(_bits(value), _bits(wanted)), (name, rows)
+    x, w = torch.randn(rows, K, generator=generator), torch.randn(N, K, generator=generator)
+    expected, found = ([*_chain(ops, x, w)] for ops in (torch.ops.fp4, torch.ops.fp4_compiled))
+    for (name, value), (_, wanted) in zip(found, expected, strict=True):
+        assert value.shape == wanted.shape and value.dtype == wanted.dtype, name
+        assert torch.equal(_bits(value), _bits(wanted)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [0, 1])
+def test_compiled_operators_take_no_row_and_one_row(rows: int) -> None:
+    """Sizes that Dynamo compiles anew for."""
+    x = tokens(rows, K, grad=False)
+    amax = torch.ops.fp4_compiled.amax(x)
+    assert torch.equal(amax, fp4.amax(x))
+    how = (x, amax, None, "nvfp4", [1, 16], "nearest", 0)
+    for value, wanted in zip(torch.ops.fp4_compiled.quantize(*how), fp4.quantize(*how), strict=True):
+        assert value.shape == wanted.shape
+        assert torch.equal(_bits(value), _bits(wanted))
 
 
 @pytest.mark.slow
