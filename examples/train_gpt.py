@@ -158,24 +158,33 @@ def compare_saved_bytes(saved: dict[str, int]) -> str:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Mean over a window of 5 % of the run around each step, smaller at the ends."""
-    smoothed = []
-    for i in range(len(losses)):
-        reach = min(max(1, len(losses) // 40), i, len(losses) - 1 - i)
-        smoothed.append(mean(losses[i - reach : i + reach + 1]))
-    return smoothed
+    """Mean over a window of 5 % of the run around each step; narrower at the start, where the loss falls steeply."""
+    half = max(1, len(losses) // 40)
+    return [mean(losses[i - min(half, i) : i + min(half, i) + 1]) for i in range(len(losses))]
 
 
 def plot(runs: list[Run], title: str, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=150, layout="constrained")
-    for run, color in zip(runs, ("tab:blue", "tab:orange"), strict=False):
-        x, losses = [step.step for step in run.steps], [step.loss for step in run.steps]
-        axes.plot(x, losses, color=color, alpha=0.25, linewidth=0.8)
-        label = f"{run.precision} (validation {run.validation_loss:.3f})"
-        axes.plot(x, smooth(losses), color=color, label=label)
-    axes.set(title=title, xlabel="step", ylabel="training loss (nats a byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    """Every run's losses, and below two runs by how many percent the second lies above the first."""
+    panels = {"height_ratios": [3, 1][: len(runs)]}
+    figure, grid = plt.subplots(
+        len(runs), sharex=True, squeeze=False, gridspec_kw=panels, figsize=(8, 6), dpi=150, layout="constrained"
+    )
+    top, bottom = grid[0, 0], grid[-1, 0]
+    steps = [step.step for step in runs[0].steps]
+    raw = [[step.loss for step in run.steps] for run in runs]
+    smoothed = [smooth(losses) for losses in raw]
+    for run, faint, clear, style in zip(runs, raw, smoothed, ("-", "--"), strict=False):
+        (line,) = top.plot(steps, clear, style, label=f"{run.precision} (validation {run.validation_loss:.3f})")
+        top.plot(steps, faint, color=line.get_color(), alpha=0.25, linewidth=0.8)
+    top.set(title=title, ylabel="training loss (nats a byte)")
+    top.grid(alpha=0.3)
+    top.legend()
+    if len(runs) == 2:
+        bottom.plot(steps, [100 * (b / a - 1) for a, b in zip(*smoothed, strict=True)], color="black")
+        bottom.axhline(0, color="gray", linewidth=0.8)
+        bottom.set_ylabel(f"{runs[1].precision} above\n{runs[0].precision} (%)")
+        bottom.grid(alpha=0.3)
+    bottom.set_xlabel("step")
     figure.savefig(path)
     plt.close(figure)
 

@@ -12,7 +12,7 @@ from fp4compile.report.saved import saved_bytes
 
 
 def partitioned(forward: Callable[[Tensor], tuple[Tensor, ...]], saved: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A forward of a [4, 8] float32 input whose last outputs are saved, and a backward that reads them by other names."""
+    """A forward of a [4, 8] float32 input whose last outputs are saved, and a backward with other names for them."""
     backward = fx.Graph()
     inputs = [backward.placeholder(f"anything_{index}") for index in range(saved)]
     backward.output((*inputs, backward.placeholder("tangents_1")))
