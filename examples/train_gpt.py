@@ -192,7 +192,7 @@ def plot(runs: list[Run], title: str, path: Path) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT in bf16 and in NVFP4; compare the two.")
     add = parser.add_argument
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=120)
     add("--batch", type=int, default=8, help="sequences a step")
     add("--seq", type=int, default=128, help="bytes a sequence")
     add("--dim", type=int, default=256)
