@@ -1,6 +1,6 @@
 """Train a small GPT in bf16 and in NVFP4 on the same text, and compare the two.
 
-    python examples/train_gpt.py                    # both, on a CPU in about three minutes
+    python examples/train_gpt.py                    # both, on a CPU in a few minutes
     python examples/train_gpt.py --data book.txt --steps 2000 --dim 512 --layers 8 --heads 8
 
 The two runs differ in one call: ``torch.compile(model)`` or ``torch.compile(model, backend="nvfp4")``. Seed,
