@@ -1,8 +1,8 @@
 """One seed a graph for stochastic rounding.
 
-The seed is drawn on the device by its default generator, so that it follows ``torch.manual_seed``, differs from step to
-step and advances on every replay of a CUDA graph. Sites differ by the number each quantize node carries. The draw
-stands at the head of the graph; the partitioner moves it into the backward when only the backward needs it.
+The seed is drawn on the device by its default generator, so that it follows ``torch.manual_seed`` and differs from step
+to step, without a host value that a CUDA graph would freeze. Sites differ by the number each quantize node carries. The
+draw stands at the head of the graph; the partitioner moves it into the backward when only the backward needs it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The one pass that changes numbers. It emits every operand afresh; sharing equal 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ from .randomness import GraphSeeds
 from .settle import SettledSite
 
 fp4 = torch.ops.fp4
+
+
+class Salt(enum.IntEnum):
+    """An operand of a site; tells the noise of a site's operands apart."""
+
+    FORWARD_X = 0
+    FORWARD_W = 1
+    DGRAD_DY = 2
+    DGRAD_W = 3
+    WGRAD_DY = 4
+    WGRAD_X = 5
+
 
 _SALTS_PER_SITE = 8
 
@@ -60,7 +73,7 @@ class _SiteRewriter:
 
     def forward(self, spec: GemmSpec) -> None:
         node = self.site.forward
-        sides = {self.site.activation: (spec.left, 0), self.site.weight: (spec.right, 1)}
+        sides = {self.site.activation: (spec.left, Salt.FORWARD_X), self.site.weight: (spec.right, Salt.FORWARD_W)}
         with self.graph.inserting_before(node):
             if node.target is aten.mm.default:
                 result = self._gemm(node, node, sides, spec, node.meta["val"].dtype)
@@ -73,7 +86,10 @@ class _SiteRewriter:
     def dgrad(self, spec: GemmSpec) -> None:
         node = self.site.dgrad
         assert node is not None
-        sides = {1 - self.site.dgrad_weight: (spec.left, 2), self.site.dgrad_weight: (spec.right, 3)}
+        sides = {
+            1 - self.site.dgrad_weight: (spec.left, Salt.DGRAD_DY),
+            self.site.dgrad_weight: (spec.right, Salt.DGRAD_W),
+        }
         with self.graph.inserting_before(node):
             result = self._gemm(node, node, sides, spec, node.meta["val"].dtype)
         node.replace_all_uses_with(result)
@@ -83,7 +99,10 @@ class _SiteRewriter:
         node = self.site.wgrad
         assert node is not None
         cast = float32_cast(node)
-        sides = {1 - self.site.wgrad_activation: (spec.left, 4), self.site.wgrad_activation: (spec.right, 5)}
+        sides = {
+            1 - self.site.wgrad_activation: (spec.left, Salt.WGRAD_DY),
+            self.site.wgrad_activation: (spec.right, Salt.WGRAD_X),
+        }
         with self.graph.inserting_before(node):
             result = self._gemm(node, self.site.forward, sides, spec, torch.float32 if cast else node.meta["val"].dtype)
         node.replace_all_uses_with(result)
@@ -95,7 +114,7 @@ class _SiteRewriter:
         self,
         node: fx.Node,
         early: fx.Node,
-        sides: dict[int, tuple[OperandSpec, int]],
+        sides: dict[int, tuple[OperandSpec, Salt]],
         spec: GemmSpec,
         dtype: torch.dtype,
     ) -> fx.Node:
@@ -104,16 +123,16 @@ class _SiteRewriter:
         arguments: list[Any] = []
         for index, operand in enumerate(operands(node)):
             operand_spec, salt = sides[index]
-            at = early if salt == 5 else node
+            at = early if salt is Salt.WGRAD_X else node
             with self.graph.inserting_before(at):
-                if salt in (1, 3) and has_cast(operand):
+                if salt in (Salt.FORWARD_W, Salt.DGRAD_W) and has_cast(operand):
                     operand = without_casts(self.graph, at, operand)
                 operand = hoisted(self.graph, at, operand)
                 rows = operand if index == 0 else transposed(self.graph, at, operand)
                 arguments += self._quantized(at, rows, operand_spec, spec, salt)
         return emit(self.graph, node, fp4.scaled_mm.default, *arguments, dtype)
 
-    def _quantized(self, like: fx.Node, rows: fx.Node, operand: OperandSpec, spec: GemmSpec, salt: int) -> list[Any]:
+    def _quantized(self, like: fx.Node, rows: fx.Node, operand: OperandSpec, spec: GemmSpec, salt: Salt) -> list[Any]:
         """(codes, scales, amax, format) of a [rows, contraction] operand; the tensor itself for a bf16 operand."""
         new: list[fx.Node] = []
         if spec.rotate:
