@@ -47,16 +47,38 @@ def largest_magnitude(values):
 
 
 def e2m1(v):
-    """The nearest code, ties to the even one; NaN to code 7."""
+    """The nearest code, ties to the even one; NaN, for any code, if v is NaN."""
     if math.isnan(v):
-        return 7
+        return NAN
     index = 0
     while index < 7 and (abs(v) > _UPPER[index] or (abs(v) == _UPPER[index] and index % 2 == 1)):
         index += 1
-    return index + (8 if v < 0 else 0)
+    return index + _sign(v)
+
+
+def e2m1_stochastic(v, noise):
+    """The code whose index is the whole part of g + noise / 2^16, rounded to a multiple of 2^-16, ties to even.
+
+    g interpolates the indices between the magnitudes. Double precision is enough: a sum just beside a tie has at most
+    16 + 37 bits.
+    """
+    if math.isnan(v):
+        return NAN
+    if abs(v) >= 6:
+        return 7 + _sign(v)
+    below = bisect.bisect_right(MAGNITUDES, abs(v)) - 1
+    g = below + (abs(v) - MAGNITUDES[below]) / (MAGNITUDES[below + 1] - MAGNITUDES[below])
+    return (round(g * 2**16 + noise) >> 16) + _sign(v)
+
+
+def _sign(v):
+    """Bit 3 of a code; -0.0 has it too."""
+    return 8 if math.copysign(1, v) < 0 else 0
 
 
 def e2m1_value(code):
+    if math.isnan(code):
+        return NAN
     return -MAGNITUDES[code - 8] if code >= 8 else MAGNITUDES[code]
 
 
@@ -76,9 +98,12 @@ def e4m3_value(byte):
 
 
 class Nvfp4:
-    """codes, scales, amax and values of a matrix (a list of rows)."""
+    """codes, scales, amax and values of a matrix (a list of rows).
 
-    def __init__(self, rows, block=(1, 16)):
+    A code is NaN where it may be any. noise: rows of it make the codes stochastic.
+    """
+
+    def __init__(self, rows, block=(1, 16), noise=None):
         self.amax = largest_magnitude(x for row in rows for x in row)
         s_enc = smaller(div(2688.0, self.amax), FLT_MAX)
         if self.amax == 0 or s_enc == 0:
@@ -87,7 +112,7 @@ class Nvfp4:
         self.scales = [[e4m3(smaller(f32(b * mult), 448.0)) for b in row] for row in _block_amax(rows, block)]
         self.encode = [[smaller(div(1.0, f32(e4m3_value(s) * s_dec)), FLT_MAX) for s in row] for row in self.scales]
         self.scaled = [[f32(x * self.encode[r][c // 16]) for c, x in enumerate(row)] for r, row in enumerate(rows)]
-        self.codes = [[e2m1(v) for v in row] for row in self.scaled]
+        self.codes = codes_of(self.scaled, noise)
         tensor_scale = f32(self.amax / 2688.0)
         self.values = [
             [f32(e2m1_value(code) * e4m3_value(self.scales[r][c // 16]) * tensor_scale) for c, code in enumerate(row)]
@@ -104,16 +129,22 @@ def _block_amax(rows, block):
 
 
 class Mxfp4:
-    """codes, scale bytes and values of a matrix (a list of rows)."""
+    """codes, scale bytes and values of a matrix (a list of rows); codes and noise as above."""
 
-    def __init__(self, rows):
+    def __init__(self, rows, noise=None):
         self.bytes = [[_ue8m0(largest_magnitude(row[i : i + 32])) for i in range(0, len(row), 32)] for row in rows]
-        self.codes, self.values = [], []
-        for row, scales in zip(rows, self.bytes, strict=True):
-            powers = [NAN if s == 255 else 2.0 ** (s - 127) for s in scales]
-            codes = [e2m1(x / powers[c // 32]) for c, x in enumerate(row)]
-            self.codes.append(codes)
-            self.values.append([e2m1_value(code) * powers[c // 32] for c, code in enumerate(codes)])
+        powers = [[NAN if s == 255 else 2.0 ** (s - 127) for s in scales] for scales in self.bytes]
+        scaled = [[x / powers[r][c // 32] for c, x in enumerate(row)] for r, row in enumerate(rows)]
+        self.codes = codes_of(scaled, noise)
+        self.values = [
+            [e2m1_value(code) * powers[r][c // 32] for c, code in enumerate(row)] for r, row in enumerate(self.codes)
+        ]
+
+
+def codes_of(scaled, noise):
+    if noise is None:
+        return [[e2m1(v) for v in row] for row in scaled]
+    return [[e2m1_stochastic(v, n) for v, n in zip(*both, strict=False)] for both in zip(scaled, noise, strict=True)]
 
 
 def _ue8m0(bamax):
@@ -126,16 +157,20 @@ def _ue8m0(bamax):
 
 
 def rotate(group, signs):
-    """One group, given as bfloat16 values: signs, butterfly in float32 with growing strides, then the scale."""
+    """One group, given as bfloat16 values: signs, butterfly in float32 with growing strides.
+
+    Divided by the root of the size: at first if that is 2, 4 or 8, else at last by a product.
+    """
     size = len(group)
-    y = [-x if signs >> (i % 16) & 1 else x for i, x in enumerate(group)]
+    divisor, factor = {4: (2, 1.0), 16: (4, 1.0), 64: (8, 1.0)}.get(size, (1, f32(1 / math.sqrt(size))))
+    y = [(-x if signs >> (i % 16) & 1 else x) / divisor for i, x in enumerate(group)]
     stride = 1
     while stride < size:
         for i in range(size):
             if not i & stride:
                 y[i], y[i + stride] = f32(y[i] + y[i + stride]), f32(y[i] - y[i + stride])
         stride *= 2
-    return [bf16(f32(v * f32(1 / math.sqrt(size)))) for v in y]
+    return [bf16(f32(v * factor)) for v in y]
 
 
 def bf16(x):
@@ -149,23 +184,28 @@ def bf16(x):
 
 
 def noise16(seed, site, row, column, width):
-    """The 16 random bits of one element."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    """The 16 random bits of one element: half of one of the two words of its counter."""
+    low, high = seed % 2**32, seed // 2**32 % 2**32
     keys = []
     for tweak in (0x1B873593, 0x4CF5AD43):
         x = _mix(low + tweak)
         x = _mix(x + high)
         keys.append(_mix(x + (site ^ tweak)))
-    word = _mix(row * (width // 2) + column // 2 + keys[0], keys[1])
-    return word >> 16 if column % 2 else word & 0xFFFF
+    counter, place = divmod(row * width + column, 4)
+    z = _fold(counter + keys[0], 0x7FEB352D) ^ keys[1]
+    word = _fold(z, 0x446CA68B if place < 2 else 0x53C5CA59)
+    return word // 2**16 if place % 2 else word % 2**16
 
 
-def _mix(x, key=0):
-    mask = 0xFFFFFFFF
-    x &= mask
-    x ^= x >> 16
-    x = x * 0x7FEB352D & mask
-    x ^= x >> 15
-    x ^= key
-    x = x * 0x446CA68B & mask
-    return x ^ x >> 16
+def noise_of(seed, site, rows, width):
+    return [[noise16(seed, site, r, c, width) for c in range(width)] for r in range(rows)]
+
+
+def _mix(x):
+    return _fold(_fold(x, 0x7FEB352D), 0x446CA68B)
+
+
+def _fold(x, factor):
+    """Both halves of the 64-bit product, joined by exclusive or; x modulo 2^32."""
+    high, low = divmod(x % 2**32 * factor, 2**32)
+    return high ^ low

@@ -7,8 +7,8 @@ orthogonal, their product is unchanged. Source: arXiv 2509.25149; signs and roun
 Engine.
 
 Load-bearing detail: the float32 sum has one order on every device: signs, then the butterfly (a + b, a - b)
-with strides 1, 2, 4, ..., then the division (a product with float32(1/sqrt(size)) where that is no power of
-two).
+with strides 1, 2, 4, ...; the division by sqrt(size) comes first where it is exact, so that no sum overflows whose
+result does not, and last, as a product with float32(1/sqrt(size)), where that is no power of two.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ def rotate(x: Tensor, size: int = SIZE, signs: int = SIGNS) -> Tensor:
     y = pad_columns(x, size).to(torch.float32)
     if x.dtype != torch.bfloat16:
         y = round_to_bfloat16(y)
+    factor = 1 / math.sqrt(size)
+    exact = math.frexp(factor)[0] == 0.5
+    if exact:
+        y = y * factor
     # The elements of a group are separate values, so that a compiler keeps the butterfly in registers.
     parts = list(y.unflatten(-1, (-1, size)).unbind(-1))
     for i in (i for i in range(size) if signs >> (i % SIGN_BITS) & 1):
@@ -43,5 +47,7 @@ def rotate(x: Tensor, size: int = SIZE, signs: int = SIGNS) -> Tensor:
     for stride in (1 << i for i in range(size.bit_length() - 1)):
         for i in (i for i in range(size) if not i & stride):
             parts[i], parts[i + stride] = parts[i] + parts[i + stride], parts[i] - parts[i + stride]
-    y = torch.stack(parts, -1) * (1 / math.sqrt(size))
+    y = torch.stack(parts, -1)
+    if not exact:
+        y = y * factor
     return round_to_bfloat16(y).flatten(-2).to(torch.bfloat16)

@@ -9,8 +9,9 @@ Load-bearing details
 - g is rounded by adding a power of two that leaves no room for the fraction: 2^23 for whole numbers, 2^7 for
   16 fractional bits. 2a and a/2 are exact, so each branch is rounded once, and as rounding is monotone the
   minimum of the rounded branches is the rounded minimum. A fused multiply-add gives the same bits.
-- NaN becomes code 7 (+6), as in NVIDIA's conversion instructions: a code cannot carry NaN, the scales must.
-- -0.0 becomes code 0.
+- A code cannot carry NaN, the scales must: the codes of a block that holds NaN mean nothing.
+- The sign is the sign bit, as in NVIDIA's conversion instructions: -0.0 becomes code 8, which is -0.0 again.
+- Noise is part of the addend, as a fraction below 1, so that a stochastic code costs no more additions than a nearest.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ _FIXED16 = 2**7  # a float32 in [2^7, 2^8) is a multiple of 2^-16
 
 def e2m1_codes(v: Tensor) -> Tensor:
     """Nearest-even, saturating codes of float32 `v`: whole numbers 0 to 15 in float32, same shape."""
-    return _with_sign(_index(v, _WHOLE), v)
+    return _with_sign(_index(v, _WHOLE) - _WHOLE, v)
 
 
 def e2m1_codes_stochastic(v: Tensor, noise: Tensor) -> Tensor:
     """Codes of float32 `v` rounded to one of its two neighbours, with a probability by distance; saturating.
 
     `noise` int32, same shape, 16 uniform bits an element. Inside the range |E[value] - v| <= step * 2^-17,
-    where step is the distance of the two neighbours: g is rounded to a multiple of 2^-16 first.
+    where step is the distance of the two neighbours: g + noise is rounded to a multiple of 2^-16, then truncated.
     """
-    fixed = (_index(v, _FIXED16) * 2.0**16).to(torch.int32)
-    return _with_sign(((fixed + noise) >> 16).to(torch.float32), v)
+    index = _index(v, noise.to(torch.float32) * 2.0**-16 + _FIXED16)
+    return _with_sign(index.to(torch.int32).to(torch.float32) - _FIXED16, v)
 
 
-def _index(v: Tensor, addend: int) -> Tensor:
-    """g(|v|) rounded to a multiple of the spacing of float32 at the addend; float32, 0 to 7."""
+def _index(v: Tensor, addend: int | Tensor) -> Tensor:
+    """addend + g(|v|), rounded to a multiple of the spacing of float32 at the addend."""
     a = v.abs()
     g = torch.minimum(torch.minimum(a * 2 + addend, a + (addend + 2)), a * 0.5 + (addend + 4))
     # Not a minimum with 7: the comparison is false for NaN too.
-    return torch.where(a < E2M1_MAX, g - addend, _TOP_CODE)
+    return torch.where(a < E2M1_MAX, g, addend + _TOP_CODE)
 
 
 def _with_sign(index: Tensor, v: Tensor) -> Tensor:
-    return torch.where(v < 0, index + _SIGN, index)
+    return torch.where(v.view(torch.int32) < 0, index + _SIGN, index)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

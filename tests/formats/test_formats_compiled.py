@@ -1,7 +1,7 @@
 """Compiled code has the eager bits: every function of formats/ in one graph, without a graph break.
 
 Inputs reach what a compiler may treat differently: subnormal numbers (flushed by some flags), NaN and Inf,
-ties, values near the largest, zero.
+ties, values near the largest, zeros of both signs.
 """
 
 import math
@@ -64,6 +64,7 @@ def inputs():
         "scales clamped": x * 1e-36,
         "largest": x.clamp(-1, 1) * 3.4e38,
         "zero": torch.zeros(SHAPE),
+        "cancelling": torch.where(x > 0.5, torch.where(x < 0.7, -0.0, 0.0), x.sign()),
         "nan": with_nan,
         "inf": with_inf,
     }
@@ -82,8 +83,19 @@ def test_compiled_is_eager_bit_for_bit(compiled, name, function):
     if function is stochastic:  # of a transposed bfloat16 view, as in the weight gradient
         x = x.to(torch.bfloat16).t()
     expected, result = function(x), compiled[function](x)
+    for values in (expected, result):
+        mask_meaningless(values)
     different = [part for part in expected if not same_bits(result[part], expected[part])]
     assert not different
+
+
+def mask_meaningless(values):
+    """The codes of blocks with a NaN scale become 0."""
+    for part in [part for part in values if part.endswith("codes")]:
+        scales = values[part.replace("codes", "scales")]
+        bad = scales == 255 if scales.dtype == torch.uint8 else scales.float().isnan()
+        codes = values[part].unflatten(-1, (scales.shape[1], -1))
+        values[part] = torch.where(bad.unsqueeze(-1), 0, codes)
 
 
 def same_bits(a, b):

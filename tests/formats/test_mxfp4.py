@@ -6,7 +6,7 @@ import oracle
 import pytest
 import strategies
 import torch
-from comparing import assert_same
+from comparing import assert_codes, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +14,12 @@ from fp4compile.formats import mxfp4, packing
 
 
 def codes(packed):
-    """With 8 (-0.0) read as 0."""
-    unpacked = packing.unpack_codes(packed, packed.shape[1] // 8)
-    return torch.where(unpacked == 8, 0, unpacked)
+    return packing.unpack_codes(packed, packed.shape[1] // 8)
+
+
+def numbers(scales):
+    """Scale bytes as float32."""
+    return scales.view(torch.float8_e8m0fnu).float()
 
 
 @given(st.one_of(strategies.matrices(), strategies.matrices_with_nonfinite()))
@@ -24,12 +27,17 @@ def test_bytes_and_values_are_the_oracle_s(x):
     expected = oracle.Mxfp4(x.float().tolist())
     packed, scales = mxfp4.quantize(x)
     assert_same(scales, expected.bytes)
-    expected_codes = torch.tensor(expected.codes)
-    cols = x.shape[1]
-    assert_same(codes(packed)[:, :cols], torch.where(expected_codes == 8, 0, expected_codes))
-    assert not codes(packed)[:, cols:].any() or not x.isfinite().all()
-    values = mxfp4.decode(packed, scales)[:, :cols]
-    assert_same(values, expected.values)
+    assert_codes(codes(packed), expected.codes, numbers(scales))
+    assert_same(mxfp4.decode(packed, scales)[:, : x.shape[1]], expected.values)
+
+
+@given(st.one_of(strategies.matrices(), strategies.matrices_with_nonfinite()), strategies.seeds, strategies.sites)
+def test_stochastic_bytes_are_the_oracle_s(x, seed, site):
+    packed, scales = mxfp4.quantize(x, seed=torch.tensor(seed), site=site)
+    noise = oracle.noise_of(seed, site, x.shape[0], scales.shape[1] * 32)
+    expected = oracle.Mxfp4(x.float().tolist(), noise)
+    assert_same(scales, expected.bytes)
+    assert_codes(codes(packed), expected.codes, numbers(scales))
 
 
 @given(st.floats(min_value=0, allow_infinity=False, width=32))

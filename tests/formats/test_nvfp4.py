@@ -1,10 +1,12 @@
 """NVFP4 against the scalar oracle, and what has to hold at the edges, under padding and for 2-D blocks."""
 
+import math
+
 import oracle
 import pytest
 import strategies
 import torch
-from comparing import assert_same
+from comparing import assert_codes, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +22,7 @@ def quantize(x, block=(1, 16), amax=None, **options):
 
 
 def codes(packed):
-    """With 8 (-0.0) read as 0."""
-    unpacked = packing.unpack_codes(packed.contiguous(), packed.shape[1] // 8)
-    return torch.where(unpacked == 8, 0, unpacked)
+    return packing.unpack_codes(packed.contiguous(), packed.shape[1] // 8)
 
 
 def scale_bytes(scales):
@@ -39,15 +39,21 @@ def test_bytes_are_the_oracle_s_with_nan_and_inf(x, block):
     check_against_oracle(x, block)
 
 
-def check_against_oracle(x, block):
-    expected = oracle.Nvfp4(x.float().tolist(), block)
-    packed, scales, gamax = quantize(x, block)
-    cols = x.shape[1]
+@given(
+    st.one_of(strategies.matrices(), strategies.matrices_with_nonfinite()), BLOCKS, strategies.seeds, strategies.sites
+)
+def test_stochastic_bytes_are_the_oracle_s(x, block, seed, site):
+    noise = oracle.noise_of(seed, site, x.shape[0], -(-x.shape[1] // 16) * 16)
+    check_against_oracle(x, block, noise, seed=torch.tensor(seed), site=site)
+
+
+def check_against_oracle(x, block, noise=None, **options):
+    expected = oracle.Nvfp4(x.float().tolist(), block, noise)
+    packed, scales, gamax = quantize(x, block, **options)
     assert_same(gamax, expected.amax)
     assert_same(scale_bytes(scales), expected.scales)
-    expected_codes = torch.tensor(expected.codes)
-    assert_same(codes(packed)[:, :cols], torch.where(expected_codes == 8, 0, expected_codes))
-    values = nvfp4.dequantize(packed, scales, gamax)[:, :cols].contiguous()
+    assert_codes(codes(packed), expected.codes, scales.float())
+    values = nvfp4.dequantize(packed, scales, gamax)[:, : x.shape[1]].contiguous()
     assert_same(values, expected.values)
 
 
@@ -84,6 +90,17 @@ def test_square_blocks_give_the_transpose_the_same_values(x):
     assert torch.equal(codes(packed)[:, :cols], codes(packed_t)[:, :rows].t())
     values = nvfp4.dequantize(packed, scales, gamax)[:, :cols]
     assert torch.equal(values, nvfp4.dequantize(packed_t, scales_t, gamax)[:, :rows].t())
+
+
+@pytest.mark.parametrize("seed", [None, torch.tensor(5)])
+def test_zeros_keep_their_sign(seed):
+    """Also what underflows to zero, and in a block that is nothing but zeros."""
+    x = torch.full((2, 32), -0.0)
+    x[:, ::2] = 0.0
+    x[0, 0], x[0, 3], x[0, 4] = 6.0, -(2.0**-140), 2.0**-140
+    packed, scales, gamax = quantize(x, seed=seed)
+    assert codes(packed).tolist() == [[7, 8] + [0, 8] * 15, [0, 8] * 16]
+    assert torch.equal(nvfp4.dequantize(packed, scales, gamax).signbit(), x.signbit())
 
 
 @given(strategies.matrices())
@@ -203,14 +220,15 @@ class TestStochastic:
 
 
 def neighbours(v):
-    """The codes v may be rounded to, 8 read as 0."""
+    """The codes v may be rounded to."""
+    sign = 8 if math.copysign(1, v) < 0 else 0
     if abs(v) >= 6:
-        return {15} if v < 0 else {7}
+        return {7 + sign}
     upper = next(i for i in range(1, 8) if abs(v) <= oracle.MAGNITUDES[i])
     allowed = {upper - 1, upper}
     if abs(v) == oracle.MAGNITUDES[upper]:
         allowed.discard(upper - 1)
-    return {code + (8 if v < 0 and code else 0) for code in allowed}
+    return {code + sign for code in allowed}
 
 
 class TestGemmFactor:

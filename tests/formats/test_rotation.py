@@ -43,6 +43,19 @@ def test_large_terms_that_cancel_leave_the_oracle_s_rounding(size):
     assert_same(rotation.rotate(x, size).float(), expected)
 
 
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_no_sum_overflows_whose_result_does_not(size):
+    """sqrt(size) terms of the largest magnitude: their sum divided by sqrt(size) is that magnitude."""
+    largest = torch.finfo(torch.bfloat16).max
+    x = torch.zeros(8, size)
+    for row in x:
+        row[torch.randperm(size, generator=torch.Generator().manual_seed(size))[: math.isqrt(size)]] = largest
+    result = rotation.rotate(x, size).double()
+    assert result.isfinite().all() and result.abs().max() == largest
+    expected = x.double() @ (rotation.rotate(torch.eye(size), size).double())
+    assert torch.equal(result, expected.to(torch.bfloat16).double())
+
+
 @pytest.mark.parametrize("size", rotation.SIZES)
 def test_the_matrix_is_orthogonal_and_sylvester_s(size):
     signs = [-1.0 if rotation.SIGNS >> (i % 16) & 1 else 1.0 for i in range(size)]
