@@ -1,10 +1,11 @@
-"""The command line: ``python -m fp4compile explain module:factory`` and ``python -m fp4compile doctor``."""
+"""The command line: ``python -m fp4compile explain module:factory``, ``... doctor`` and ``... kernels``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from .errors import ConfigError, Fp4Error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if all is well, 1 if ``doctor`` found a problem, 2 for a wrong call."""
+    """Run one command; 0 if all is well, 1 if ``doctor`` or ``kernels`` found a problem, 2 for a wrong call."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -46,6 +47,19 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what this machine will do: devices, lowering, versions")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
     doctor.set_defaults(run=_doctor)
+    kernels = commands.add_parser(
+        "kernels", help="compile the generated GPU kernels, without a GPU, and show their size"
+    )
+    kernels.add_argument("--arch", default="sm_100a", help="architecture to compile for (default: sm_100a)")
+    kernels.add_argument("--family", default="*", metavar="GLOB", help="only the kernels of these families")
+    kernels.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write each kernel's source, TTGIR, PTX, cubin and SASS"
+    )
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the facts as JSON")
+    kernels.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one for each CPU)"
+    )
+    kernels.set_defaults(run=_kernels)
     return parser
 
 
@@ -70,6 +84,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from .report.doctor import examine, to_text
 
     facts = examine()
+    print(to_text(facts))
+    _write_json(arguments.json, facts)
+    return 1 if facts["problems"] else 0
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from .report.kernels import examine, to_text
+
+    facts = examine(arguments.arch, arguments.family, arguments.jobs, arguments.out)
     print(to_text(facts))
     _write_json(arguments.json, facts)
     return 1 if facts["problems"] else 0

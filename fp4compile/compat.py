@@ -255,6 +255,76 @@ SEEDS = inductor_prims.seeds
 LOOKUP_SEED = inductor_prims.lookup_seed
 
 
+# --- Inductor's templates --------------------------------------------------------------------------------------------
+# Imported when used: they bring much of Inductor with them.
+
+
+def triton_template(name: str, source: str, grid: Callable[..., Any]) -> Any:
+    """A kernel in Inductor's template language; grid(m, n, meta, *, cdiv, min) is its launch grid."""
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    return TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source)
+
+
+def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
+    """Have Inductor call ``lower`` with its own boxes in place of tensors, where a graph calls ``operator``."""
+    from torch._inductor.lowering import register_lowering as register
+
+    register(operator, type_promotion_kind=None)(lower)
+
+
+def lower_by_template(
+    template: Any, name: str, inputs: Sequence[Any], size: Sequence[Any], dtype: torch.dtype, choices: Sequence[Any]
+) -> Any:
+    """The contiguous result of a template, by the fastest of ``choices`` (its constants) if there are several.
+
+    Inputs of more than two dimensions are made contiguous, the others stay as they are.
+    """
+    from torch._inductor import ir
+    from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs
+
+    realized = [
+        ir.ExternKernel.require_contiguous(box) if len(box.get_size()) > 2 else realize_inputs(box) for box in inputs
+    ]
+    layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size))
+    callers: list[Any] = []
+    for constants in choices:
+        refused = template.maybe_append_choice(callers, input_nodes=realized, layout=layout, **constants)
+        if refused is not None and len(choices) == 1:
+            raise RuntimeError(f"Inductor refuses the template {name}: {refused}") from refused
+    result = autotune_select_algorithm(name, callers, realized, layout)
+    return result[0] if isinstance(result, tuple) else result  # a tuple from torch 2.13 on
+
+
+def eager_call(operator: Any, *args: Any) -> Any:
+    """In a lowering: call the operator itself from the generated code."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(operator, add_to_fallback_set=False)(*args)
+
+
+def rows_known_aligned(box: Any, bytes: int) -> bool:
+    """In a lowering: whether a matrix of bytes has contiguous rows, known to be a multiple of ``bytes`` apart."""
+    from torch._inductor.virtualized import V
+
+    stride = box.maybe_get_stride()  # None for what is not computed yet: it will be contiguous
+    row, column = (box.get_size()[1], 1) if stride is None else stride
+    sizes = V.graph.sizevars
+    return bool(sizes.statically_known_equals(column, 1) and sizes.statically_known_multiple_of(row, bytes))
+
+
+def lowered_size_hint(size: Any) -> int:
+    """In a lowering: the value a size had when the graph was captured; adds no guard."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size, fallback=8192))
+
+
+def autotunes_products() -> bool:
+    """Whether Inductor measures its choices of matrix products (max-autotune)."""
+    return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+
+
 # --- self test -------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +340,13 @@ def self_test() -> list[str]:
     if not SUPPORTED[0] <= version() < SUPPORTED[1]:
         problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
     seen: dict[str, bool] = dict.fromkeys(("root scope", "source names", "marks", "descriptors", "gradients"), False)
+
+    try:
+        triton_template("fp4_self_test", "{{def_kernel('A')}}", lambda m, n, meta, *, cdiv, min: (1, 1, 1))
+        from torch._inductor.lowering import fallback_handler, register_lowering  # noqa: F401
+        from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs  # noqa: F401
+    except (ImportError, TypeError) as error:
+        problems.append(f"templates: {error}")
 
     def joint(graph: fx.Graph) -> None:
         mms = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]

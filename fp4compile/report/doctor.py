@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..lowering.targets import Target, target_for
+from ..lowering.targets import Target, capability_of, target_for
 
 
 def examine() -> dict[str, Any]:
@@ -41,8 +41,11 @@ def to_text(facts: dict[str, Any]) -> str:
 def _devices() -> list[tuple[str, Target]]:
     found = [(platform.processor() or platform.machine(), target_for("cpu"))]
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        found.append((f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}", target_for("cuda")))
+        capability = capability_of(torch.device("cuda", index))
+        name = torch.cuda.get_device_name(index)
+        if capability is not None:
+            name += f", compute capability {capability[0]}.{capability[1]}"
+        found.append((name, target_for("cuda", capability)))
     return found
 
 

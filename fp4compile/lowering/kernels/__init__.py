@@ -1,0 +1,45 @@
+"""Generated Triton kernels: one file a family, each with its torch twin named in the file.
+
+Every family has ``kernel(...)``, pure: a generated source in one configuration; ``choose`` and ``candidates``, pure: the
+configurations; and functions of tensors that launch them.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ...formats.rotation import SIGNS
+from ..targets import ISAS
+from . import amax, columns, decode, gemm, rows, weights
+from .kernel import Kernel
+
+__all__ = ["Kernel", "all_kernels", "amax", "columns", "decode", "gemm", "rows", "weights"]
+
+
+def all_kernels(arch: str) -> list[Kernel]:
+    """Every kernel of an architecture ("sm_90", "sm_100a" ...), bfloat16 tensors, in its default configuration."""
+    from ..aot import capability_of_architecture
+
+    isa = ISAS[capability_of_architecture(arch)]
+    native = isa.matmul == "block_scaled"
+    x = torch.bfloat16
+    many = 2**20
+    result = [
+        amax.kernel(isa, x, amax.choose(many, 132)),
+        amax.kernel_both(isa, x, True, SIGNS, amax.choose_both(many, many, 132)),
+        *(
+            weights.kernel(isa, x, *which, weights.choose(), native)
+            for which in ((True, False), (False, True), (True, True))
+        ),
+    ]
+    for format, stochastic in itertools.product(("nvfp4", "mxfp4"), (False, True)):
+        size = 32 if format == "mxfp4" else 16
+        result.append(rows.kernel(isa, x, format, stochastic, rows.choose(many * 64, stochastic, 132), native))
+        for shape, tokens in (("full", 2**14), ("ragged", 2**14 - 1)):
+            config, found = columns.choose(tokens, 2**10, size)
+            assert found == shape
+            result.append(columns.kernel(isa, x, format, stochastic, True, SIGNS, config, found, native))
+    result += [decode.kernel(isa, format, x, decode.choose()) for format in ("nvfp4", "mxfp4")]
+    return result + gemm.kernels(isa, arch)

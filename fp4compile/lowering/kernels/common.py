@@ -1,0 +1,71 @@
+"""What the quantization kernel families share: block sizes, how tensors are handed over, launches."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...ops.library import BLOCKS, SCALE_DTYPES
+from ..targets import INTERPRETER, Isa, capability_of, target_for
+
+Format = Literal["nvfp4", "mxfp4"]
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def isa_of(device: torch.device) -> Isa:
+    """The instructions of a device with kernels. On a CPU kernels only run in Triton's interpreter."""
+    if device.type == "cpu":
+        return INTERPRETER
+    isa = target_for(device.type, capability_of(device)).isa
+    assert isa is not None, f"lowering gave a kernel to {device}, which has none"
+    return isa
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def words(x: Tensor) -> Tensor:
+    """What a kernel's pointer gets: float32 as it is, two elements of 2 bytes or four codes a byte pair as int32."""
+    return x if x.dtype == torch.float32 else x.view(torch.int32)
+
+
+def element_type(dtype: torch.dtype) -> str:
+    """Triton's pointer type of ``words``."""
+    return "*fp32" if dtype == torch.float32 else "*i32"
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """[R, C] contiguous, zero columns appended up to a multiple: a copy only where it must be one."""
+    return F.pad(x, (0, -x.shape[1] % multiple)).contiguous()
+
+
+def empty_quantized(x: Tensor, rows: int, blocks: int, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [rows, blocks * B/2] and scale bytes uint8 [rows, blocks], to be filled."""
+    codes = x.new_empty((rows, blocks * (BLOCKS[format] // 2)), dtype=torch.uint8)
+    return codes, x.new_empty((rows, blocks), dtype=torch.uint8)
+
+
+def with_scale_dtype(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    return codes, scales.view(SCALE_DTYPES[format])
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def scalar_types(stochastic: bool, format: Format) -> dict[str, str]:
+    """Types of the amax, seed and site arguments that a quantization kernel has."""
+    amax = {"amax_ptr": "*fp32"} if format == "nvfp4" else {}
+    return amax | ({"seed_ptr": "*i64", "site": "i64"} if stochastic else {})
+
+
+def scalars(amax: Tensor | None, seed: Tensor | None, site: int) -> tuple[Any, ...]:
+    """The arguments of ``scalar_types``."""
+    return (() if amax is None else (amax,)) + (() if seed is None else (seed, site))

@@ -1,0 +1,85 @@
+"""Quantization in 16x16 tiles: W, W^T or both from one read, as both have the same codes.
+
+Twin: ``nvfp4.quantize(square=True)`` of w and of w.t().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ...ops.library import BLOCKS
+from ..targets import Isa
+from . import common
+from .kernel import Kernel, render
+
+TILE = BLOCKS["nvfp4"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """``groups`` tiles down x ``units`` half tiles across."""
+
+    groups: int = 4
+    units: int = 32
+
+
+def choose() -> Config:
+    return Config()
+
+
+def candidates() -> list[Config]:
+    """What autotuning tries, the choice first."""
+    return [choose(), Config(8, 16), Config(4, 16), Config(16, 8)]
+
+
+@functools.cache
+def kernel(isa: Isa, dtype: torch.dtype, rows: bool, turned: bool, config: Config, tiled: bool = False) -> Kernel:
+    which = "both" if rows and turned else "rows" if rows else "turned"
+    name = f"quantize_weights_{which}_{common.DTYPES[dtype]}{'_tiled' if tiled else ''}"
+    values = {"isa": isa, "dtype": common.DTYPES[dtype], "rows": rows, "turned": turned, "tiled": tiled}
+    outputs = [prefix for prefix, wanted in (("", rows), ("turned_", turned)) if wanted]
+    signature = {"w_ptr": common.element_type(dtype), "amax_ptr": "*fp32"}
+    for prefix in outputs:
+        signature |= {f"{prefix}codes_ptr": "*i32", f"{prefix}scales_ptr": "*u8"}
+    signature |= {"height": "i32", "groups": "i32", "tiles": "i32", "one": "i32", "G": "constexpr", "C": "constexpr"}
+    return Kernel(
+        family="quantize weights",
+        name=name,
+        source=render("weights.py.jinja", name=name, **values),
+        signature=signature,
+        constants={"G": config.groups, "C": config.units},
+        aligned=(
+            *(argument for argument in signature if argument.endswith("_ptr") and argument != "amax_ptr"),
+            "tiles",
+        ),
+        num_warps=config.groups * config.units // 32,
+    )
+
+
+def quantize(
+    w: Tensor, amax: Tensor, rows: bool, turned: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """[N, K] -> (codes, scales) of w [N, ...] and of w^T [K, ...], each None unless asked for."""
+    height, width = w.shape
+    w = common.padded(w, TILE)
+    groups, tiles = -(-height // TILE), w.shape[1] // TILE
+    row_outputs = common.empty_quantized(w, height, tiles, "nvfp4") if rows else None
+    turned_outputs = common.empty_quantized(w, w.shape[1], groups, "nvfp4") if turned else None
+    if groups and tiles:
+        config = choose()
+        one = kernel(common.isa_of(w.device), w.dtype, rows, turned, config)
+        outputs = [tensor for pair in (row_outputs, turned_outputs) if pair for tensor in pair]
+        outputs[::2] = [common.words(codes) for codes in outputs[::2]]
+        programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
+        with common.on_device_of(w):
+            one.run(programs, common.words(w), amax, *outputs, height, groups, tiles, 1)
+    return (
+        common.with_scale_dtype(*row_outputs, "nvfp4") if row_outputs else None,
+        common.with_scale_dtype(turned_outputs[0][:width], turned_outputs[1][:width], "nvfp4")
+        if turned_outputs
+        else None,
+    )

@@ -1,0 +1,116 @@
+"""The native product as Inductor's template: one kernel with its epilogue, in machine code and interpreted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+from interpreter import interpreted
+from torch import Tensor
+from torch.nn import functional
+
+import fp4compile.ops  # noqa: F401  registers torch.ops.fp4
+from fp4compile import compat
+from fp4compile.formats.layout import to_tiles
+from fp4compile.lowering import aot, sass, template
+from fp4compile.lowering.kernels import gemm
+
+fp4 = torch.ops.fp4
+
+CODES, SCALES, FLOAT, BF16 = torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16
+
+
+def operands(m: int, n: int, k: int, format: str = "nvfp4") -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of a, its scales and amax, and of b's."""
+    found: list[tuple[tuple[int, ...], torch.dtype]] = []
+    blocks = k // gemm.BLOCKS[format]
+    for rows in (m, n):
+        found.append(((rows, k // 2), CODES))
+        found.append(((-(-rows // 128), -(-blocks // 4), 32, 4, 4), SCALES if format == "nvfp4" else CODES))
+        found += [((), FLOAT)] if format == "nvfp4" else []
+    return found
+
+
+def gated(a: Any, a_s: Any, a_m: Any, b: Any, b_s: Any, b_m: Any, bias: Any, residual: Any) -> Any:
+    product = template.OPERATOR(a, a_s, a_m, b, b_s, b_m, "nvfp4", BF16)
+    return functional.silu(product + bias) * residual
+
+
+def affine(a: Any, a_s: Any, a_m: Any, b: Any, b_s: Any, b_m: Any, bias: Any, residual: Any) -> Any:
+    return template.OPERATOR(a, a_s, a_m, b, b_s, b_m, "nvfp4", FLOAT) * residual + bias
+
+
+def plain_mxfp4(a: Any, a_s: Any, b: Any, b_s: Any) -> Any:
+    return template.OPERATOR(a, a_s, None, b, b_s, None, "mxfp4", BF16)
+
+
+def program(function: Any, m: int, n: int, k: int, dtype: torch.dtype = BF16, format: str = "nvfp4") -> str:
+    template.register()
+    rest = [] if function is plain_mxfp4 else [((n,), dtype), ((m, n), dtype)]
+    return fake_gpu.generated(function, [*operands(m, n, k, format), *rest])
+
+
+@pytest.mark.parametrize(("n", "columns"), [(512, 128), (8192, 256)])
+def test_the_epilogue_is_in_the_same_kernel_and_spills_nothing(n: int, columns: int) -> None:
+    code = program(gated, 8192 if columns == 256 else 1024, n, 2048)
+    (source,) = fake_gpu.kernels(code)
+    assert "fp4_native" not in code.partition("def call(")[2]
+    assert "tl.dot_scaled" in source and "libdevice.exp" in source and f"BLOCK_N : tl.constexpr = {columns}" in source
+    binary = fake_gpu.compile_kernel(fake_gpu.load(source))
+    text, note, usage = aot._inspect(binary.asm["cubin"])
+    assert text is not None, note
+    found = sass.count_instructions(text)
+    assert found["LDL"] == found["STL"] == 0 and "STACK:0" in usage
+    for needed in (r"UTCOMMA\.4X", "UTCCP", r"UTMALDG\.2D", r"UTMALDG\.5D"):
+        assert re.search(needed, text)
+    assert binary.metadata.shared <= 227 << 10
+
+
+def test_mxfp4() -> None:
+    (source,) = fake_gpu.kernels(program(plain_mxfp4, 1024, 512, 2048, format="mxfp4"))
+    assert "kind::mxf4.block_scale" in fake_gpu.compile_kernel(fake_gpu.load(source)).asm["ptx"]
+
+
+@pytest.mark.parametrize("shape", [(150, 136, 320), (128, 300, 64)])
+def test_the_generated_kernel_computes_the_reference(shape: tuple[int, int, int]) -> None:
+    """Inductor's source, interpreted: product, residual and bias."""
+    m, n, k = shape
+    (source,) = fake_gpu.kernels(program(affine, m, n, k, FLOAT))
+    random = torch.Generator().manual_seed(m)
+    left, right = (quantized(torch.randn(rows, k, generator=random)) for rows in (m, n))
+    bias, residual = torch.randn(n, generator=random), torch.randn(m, n, generator=random)
+    out = torch.full((m, n), torch.nan)
+    with interpreted():
+        # Arguments: the operands, what the epilogue reads in its order, the result.
+        fake_gpu.load(source).function[(3,)](*tiled(left), *tiled(right), residual, bias, out)
+    expected = fp4.scaled_mm(*left, "nvfp4", *right, "nvfp4", FLOAT) * residual + bias
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_tma_cannot_take_stay_a_call_of_the_operator() -> None:
+    code = program(gated, 128, 128, 48)
+    assert "fp4_native.gemm.default(" in code
+    assert not any("dot_scaled" in source for source in fake_gpu.kernels(code))
+
+
+def test_the_operators_result() -> None:
+    shapes = operands(150, 136, 320)
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+        out = template.OPERATOR(*tensors, "nvfp4", torch.float16)
+    assert out.shape == (150, 136) and out.dtype == torch.float16
+    assert not [problem for problem in compat.self_test() if "templates" in problem]
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    amax = fp4.amax(x)
+    return (*fp4.quantize(x, amax, None, "nvfp4", (1, 16), "nearest", 0), amax)
+
+
+def tiled(operand: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    packed, scales, amax = operand
+    return packed, to_tiles(scales), amax
