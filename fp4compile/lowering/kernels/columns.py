@@ -75,7 +75,7 @@ def kernel(
         constants={"G": config.groups, "C": config.units},
         aligned=("x_ptr", "codes_ptr", "scales_ptr", "units", *(("tokens", "blocks") if shape == "full" else ())),
         num_warps=config.groups * config.units // 32,
-        maxnreg=128 if dtype == torch.bfloat16 and shape == "full" else None,  # 4 programs a multiprocessor
+        maxnreg=128 if dtype == torch.bfloat16 and not tiled else None,  # 4 programs a multiprocessor, and no spill
     )
 
 
