@@ -22,41 +22,74 @@ def as_bytes(tensor):
     return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
-def on_both(op, *args):
-    """The operator's results on the CPU and on the GPU, as pairs."""
-    moved = [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    results = op(*args), op(*moved)
+def on_both(op, library, *args):
+    """The operator's results on the CPU and those of its namesake in a library on the GPU, as pairs.
+
+    The GPU's free memory is filled with ones first: what a kernel does not write shows.
+    """
+    torch.full((2**24,), -1, dtype=torch.int32, device="cuda")
+    twin = getattr(getattr(torch.ops, library), op.__name__)
+    # A transposed view stays one.
+    results = op(*args), twin(*(arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args))
     return zip(*(result if isinstance(result, tuple) else (result,) for result in results), strict=True)
 
 
+@pytest.mark.parametrize("library", ["fp4", "fp4_cuda"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (33, 48), (129, 1000), (1024, 4096)])
-def test_every_operator_gives_the_same_bytes_as_on_a_cpu(rows, columns, dtype):
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (33, 48), (129, 1000), (512, 1024), (1024, 4096)])
+def test_every_operator_gives_the_same_bytes_as_on_a_cpu(rows, columns, dtype, library):
     x = spread(rows, columns, dtype)
     if dtype is torch.float16:
         x = x.clamp(-6e4, 6e4)
-    amax, seed = fp4.amax(x), torch.tensor(1234567890123)
-    calls = [
-        (fp4.amax, x),
-        (fp4.rotate, x, 16, 0xD7E8),
-        (fp4.quantize, x, amax, None, "nvfp4", [1, 16], "nearest", 0),
-        (fp4.quantize, x, amax, None, "nvfp4", [16, 16], "nearest", 0),
-        (fp4.quantize, x, amax, seed, "nvfp4", [1, 16], "stochastic", 5),
-        (fp4.quantize, x, None, None, "mxfp4", [1, 32], "nearest", 0),
-    ]
+    seed = torch.tensor(1234567890123)
+    amax, rotated = fp4.amax(x), fp4.rotated_amax(x.t(), 16, 0xD7E8)
+    calls = [(fp4.amax, x), (fp4.rotated_amax, x.t(), 16, 0xD7E8), (fp4.amax_both, x, 16, 0xD7E8)]
+    for view in (x, x.t()):
+        calls.append((fp4.quantize, view, amax, None, "nvfp4", [16, 16], "nearest", 0))
+        for rounding, how in (("nearest", (None, 0)), ("stochastic", (seed, 5))):
+            calls += [
+                (fp4.quantize, view, amax, how[0], "nvfp4", [1, 16], rounding, how[1]),
+                (fp4.quantize, view, None, how[0], "mxfp4", [1, 32], rounding, how[1]),
+                (fp4.rotate_quantize, view, rotated, how[0], "nvfp4", rounding, how[1], 16, 0xD7E8),
+                (fp4.rotate_quantize, view, None, how[0], "mxfp4", rounding, how[1], 32, 0xD7E8),
+            ]
     for op, *args in calls:
-        for cpu, gpu in on_both(op, *args):
+        for cpu, gpu in on_both(op, library, *args):
+            assert cpu.shape == gpu.shape and cpu.dtype == gpu.dtype
             assert torch.equal(as_bytes(cpu), as_bytes(gpu)), (str(op), args[3:])
 
 
-def test_a_product_is_within_float32_accumulation_error_of_the_decoded_operands():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("format", "block"), [("nvfp4", [1, 16]), ("mxfp4", [1, 32])])
+def test_decoding_gives_the_same_bytes_as_on_a_cpu(format, block, dtype):
+    x = spread(257, 4128, torch.bfloat16)
+    codes, scales = fp4.quantize(x, fp4.amax(x) if format == "nvfp4" else None, None, format, block, "nearest", 0)
+    for cpu, gpu in on_both(fp4.decode, "fp4_cuda", codes, scales, format, dtype):
+        assert torch.equal(as_bytes(cpu), as_bytes(gpu))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(value):
+    x = spread(64, 128, torch.bfloat16)
+    x[37, 41] = value
+    x = x.cuda()
+    amax, rotated = torch.ops.fp4_cuda.amax_both(x, 16, 0xD7E8)
+    assert not amax.isfinite() and not rotated.isfinite()
+    codes, scales = torch.ops.fp4_cuda.quantize(x, amax, None, "nvfp4", [1, 16], "nearest", 0)
+    operand = (codes, scales, amax, "nvfp4")
+    assert not torch.ops.fp4_cuda.scaled_mm(*operand, *operand, torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("library", ["fp4", "fp4_cuda"])
+def test_a_product_is_within_float32_accumulation_error_of_the_decoded_operands(library):
     a, b = spread(256, 512, torch.bfloat16), torch.randn(384, 512, generator=torch.Generator().manual_seed(1))
     quantized = []
     for operand, block in ((a, [1, 16]), (b, [16, 16])):
         amax = fp4.amax(operand)
         quantized.append((*fp4.quantize(operand, amax, None, "nvfp4", block, "nearest", 0), amax, "nvfp4"))
     flat = [item.cuda() if isinstance(item, torch.Tensor) else item for one in quantized for item in one]
-    got = fp4.scaled_mm(*flat, torch.float32).cpu().double()
+    torch.full((2**24,), -1, dtype=torch.int32, device="cuda")  # NaN where nothing is written
+    got = getattr(torch.ops, library).scaled_mm(*flat, torch.float32).cpu().double()
     decoded = [fp4.decode(codes, scales, "nvfp4", torch.float32).double() for codes, scales, _, _ in quantized]
     factor = quantized[0][2].double() * quantized[1][2].double() / 2688**2
     exact, magnitude = (decoded[0] @ decoded[1].T) * factor, (decoded[0].abs() @ decoded[1].abs().T) * factor

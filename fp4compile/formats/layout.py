@@ -15,6 +15,11 @@ TILE_ROWS = 128
 TILE_COLS = 4
 
 
+def tiles_shape(rows: int, cols: int) -> tuple[int, int, int, int, int]:
+    """Of the tiles of a [rows, cols] matrix of scales."""
+    return (rows + TILE_ROWS - 1) // TILE_ROWS, (cols + TILE_COLS - 1) // TILE_COLS, 32, 4, TILE_COLS
+
+
 def to_tiles(scales: Tensor) -> Tensor:
     """[rows, cols] of one-byte scales -> [ceil(rows/128), ceil(cols/4), 32, 4, 4], contiguous, same dtype."""
     padded = pad_rows(pad_columns(scales.view(torch.uint8), TILE_COLS), TILE_ROWS)

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import fx
 
+from .. import compat
+from . import template
 from .compiled import COMPILED
-from .targets import target_for
+from .cuda import CUDA, TUNED
+from .targets import target_of
+
+SCALED_MM = torch.ops.fp4.scaled_mm.default
+TILED = 9
+"""Where ``tiled`` stands among its arguments."""
 
 
 def lower(graph: fx.Graph) -> None:
     """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
     for node in graph.nodes:
-        if node.target in COMPILED and target_for(_device(node).type).lowering == "compiled":
-            node.target = COMPILED[node.target]
+        if node.op == "call_function" and str(node.target).startswith("fp4."):
+            if node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
+                _to_native(node)
+            else:
+                node.target = _twins(target_of(_device(node)).lowering).get(node.target, node.target)
     graph.lint()
+
+
+def _twins(lowering: str) -> dict[Any, Any]:
+    """Operator -> implementation, of a way of lowering."""
+    if lowering == "kernels":
+        return TUNED if compat.autotunes_products() else CUDA
+    return COMPILED if lowering == "compiled" else {}
+
+
+def _to_native(node: fx.Node) -> None:
+    """A product of tiled operands becomes the template, which Inductor writes together with what follows."""
+    template.register()
+    a, a_scales, a_amax, format, b, b_scales, b_amax, _, out_dtype, _ = node.args
+    node.target, node.args = template.OPERATOR, (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype)
 
 
 def lowering_key() -> str:
     """What of this machine the lowered code depends on."""
-    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return json.dumps({kind: target_for(kind).lowering for kind in kinds})
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    return json.dumps({str(device): target_of(device).reason for device in devices})
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -1,7 +1,8 @@
 """What each device does with the operators of a rewritten graph, and why.
 
-One table, pure: device type and compute capability in, a ``Target`` out. Lowering chooses how, never what: codes, scales
-and amax have the same bits everywhere (stochastic codes of ``cvt.rs`` excepted: the hardware uses 8 random bits).
+One table, pure: device type and compute capability in, a ``Target`` out. Lowering chooses how, never what: codes,
+scales and amax have the same bits everywhere (stochastic codes of ``cvt.rs`` excepted: the hardware uses 8 random
+bits).
 
 | capability | E2M1 to nearest | E2M1 stochastic | E4M3 | matmul |
 |---|---|---|---|---|
@@ -33,6 +34,7 @@ class Isa:
     e4m3: conversions of block scales by "cvt" or in "integer" arithmetic.
     matmul: "block_scaled" (codes and scales go to the tensor cores) or "decoded" (bf16 operands).
     inline: PTX may be written inline; not in Triton's interpreter.
+    xorsign: the larger magnitudes of bfloat16 pairs in one instruction; 8.0 has none, and 8.6 runs 8.0's code.
     """
 
     nearest: Literal["cvt", "formula"]
@@ -40,9 +42,10 @@ class Isa:
     e4m3: Literal["cvt", "integer"]
     matmul: Literal["block_scaled", "decoded"]
     inline: bool = True
+    xorsign: bool = True
 
 
-AMPERE = Isa("formula", "noise", "integer", "decoded")
+AMPERE = Isa("formula", "noise", "integer", "decoded", xorsign=False)
 HOPPER = Isa("formula", "noise", "cvt", "decoded")
 BLACKWELL = Isa("cvt", "cvt", "cvt", "block_scaled")
 BLACKWELL_NO_RS = Isa("cvt", "noise", "cvt", "block_scaled")
@@ -116,3 +119,18 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a device of this machine."""
+    return target_for(device.type, capability_of(device))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether generated kernels run on a device."""
+    return target_of(device).lowering == "kernels"
+
+
+def multiplies_fp4(device: torch.device) -> bool:
+    """Whether a device's tensor cores multiply FP4 codes themselves."""
+    return target_of(device).native_fp4

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedDtypeError
+from ..formats import layout
 
 library = torch.library.Library("fp4", "DEF")
 
@@ -63,15 +64,17 @@ def check_format(op: str, name: str, value: str) -> None:
         raise ConfigError(f"fp4::{op}: {name} is {value!r}; one of {formats} is needed")
 
 
-def check_codes(op: str, name: str, codes: Tensor, scales: Tensor, fmt: str) -> None:
-    """uint8 [R, nb * B/2] with scales [R, nb] of the format's dtype."""
+def check_codes(op: str, name: str, codes: Tensor, scales: Tensor, fmt: str, tiled: bool = False) -> None:
+    """uint8 [R, nb * B/2] with scales [R, nb] of the format's dtype, or their tiles."""
     bytes_a_block = BLOCKS[fmt] // 2
     if codes.dtype != torch.uint8 or codes.dim() != 2:
         raise ConfigError(f"fp4::{op}: {name} has shape {list(codes.shape)}, {codes.dtype}; packed codes are 2-D uint8")
     needed = SCALE_DTYPES[fmt]
     if scales.dtype != needed:
         raise ConfigError(f"fp4::{op}: the scales of {name} are {scales.dtype}; {fmt} has {needed}")
-    expected = (codes.shape[0], codes.shape[1] // bytes_a_block)
+    expected: tuple[int, ...] = (codes.shape[0], codes.shape[1] // bytes_a_block)
+    if tiled:
+        expected = layout.tiles_shape(*expected)
     if tuple(scales.shape) != expected or codes.shape[1] % bytes_a_block != 0:
         raise ConfigError(
             f"fp4::{op}: {name} is {list(codes.shape)} and its scales {list(scales.shape)}; "

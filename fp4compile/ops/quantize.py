@@ -10,6 +10,9 @@ element.
 | nvfp4 | (16, 16) | float8_e4m3fn, repeated over a tile's 16 rows | 0-d float32, of the whole tensor |
 | mxfp4 | (1, 32) | float8_e8m0fnu | None |
 
+tiled: scales in the order of tensor cores, [ceil(R / 128), ceil(nb / 4), 32, 4, 4], the rest of the last tiles zero
+(formats/layout.py).
+
 rounding: "nearest" (seed None) or "stochastic" (seed 0-d int64; site tells tensors rounded with one seed
 apart).
 """
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..formats import mxfp4, noise, nvfp4
+from ..formats import layout, mxfp4, noise, nvfp4
 from .library import BLOCKS, SCALE_DTYPES, check_format, check_input, check_scalar, define
 
 ALLOWED_BLOCKS = {"nvfp4": ((1, 16), (16, 16)), "mxfp4": ((1, 32),)}
@@ -36,9 +39,10 @@ def quantize(
     block: Sequence[int],
     rounding: str,
     site: int,
+    tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _check(x, amax, seed, format, block, rounding, site)
-    codes, scales = formulas(x, amax, seed, format, block, rounding, site)
+    codes, scales = formulas(x, amax, seed, format, block, rounding, site, tiled)
     return codes, scales.view(SCALE_DTYPES[format])
 
 
@@ -50,6 +54,7 @@ def formulas(
     block: Sequence[int],
     rounding: str,
     site: int | Tensor,
+    tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same for tracing: without checks, which look at values; `site` may be a 0-d int64 tensor; mxfp4 scales
     are their bytes, uint8, because Inductor's C++ backend has no float8_e8m0fnu."""
@@ -57,7 +62,7 @@ def formulas(
         codes, scales = mxfp4.quantize(x, seed=seed, site=site)
     else:
         codes, scales = nvfp4.quantize(x, amax, square=block[0] != 1, seed=seed, site=site)
-    return codes.contiguous(), scales.contiguous()
+    return codes.contiguous(), layout.to_tiles(scales) if tiled else scales.contiguous()
 
 
 def _fake(
@@ -68,11 +73,13 @@ def _fake(
     block: Sequence[int],
     rounding: str,
     site: int,
+    tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _check(x, amax, seed, format, block, rounding, site)
     rows, blocks, width = x.shape[0], _block_count(x, format), BLOCKS[format]
     codes = x.new_empty((rows, blocks * (width // 2)), dtype=torch.uint8)
-    return codes, x.new_empty((rows, blocks), dtype=SCALE_DTYPES[format])
+    shape = layout.tiles_shape(rows, blocks) if tiled else (rows, blocks)
+    return codes, x.new_empty(shape, dtype=SCALE_DTYPES[format])
 
 
 def _block_count(x: Tensor, format: str) -> int:
@@ -122,7 +129,8 @@ def _check_rounding(seed: Tensor | None, rounding: str, site: int) -> None:
 
 
 define(
-    "quantize(Tensor x, Tensor? amax, Tensor? seed, str format, int[] block, str rounding, int site)"
+    "quantize(Tensor x, Tensor? amax, Tensor? seed, str format, int[] block, str rounding, int site,"
+    " bool tiled=False)"
     " -> (Tensor codes, Tensor scales)",
     quantize,
     _fake,

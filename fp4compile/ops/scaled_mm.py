@@ -10,6 +10,8 @@ Each operand is (tensor, scales, amax, format):
 
     D = (gamaxA * gamaxB / (2688 * 2688)) * sum_k decode(a)[m, k] * decode(b)[n, k]
 
+tiled: both scales are in the order of tensor cores, as fp4::quantize writes them with tiled=True.
+
 An operand without a tensor scale leaves its gamax / 2688 out. The reference decodes to float32, accumulates
 in float32, multiplies by the float32 factor and casts; an implementation may only differ in the order of
 accumulation. Operands whose padded K differ are cut to the shorter one: the tail of the longer is padding,
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedDtypeError
-from ..formats import nvfp4
+from ..formats import layout, nvfp4
 from . import decode
 from .library import BLOCKS, INPUT_DTYPES, check_codes, check_format, check_input, check_scalar, define
 
@@ -39,9 +41,10 @@ def scaled_mm(
     b_amax: Tensor | None,
     b_format: str,
     out_dtype: torch.dtype,
+    tiled: bool = False,
 ) -> Tensor:
-    _check(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
-    return formulas(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
+    _check(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype, tiled)
+    return formulas(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype, tiled)
 
 
 def formulas(
@@ -54,13 +57,21 @@ def formulas(
     b_amax: Tensor | None,
     b_format: str,
     out_dtype: torch.dtype,
+    tiled: bool = False,
 ) -> Tensor:
     """The same without checks; mxfp4 scales may also be their bytes, uint8."""
+    if tiled:
+        a_scales, b_scales = _rows_of_tiles(a, a_scales, a_format), _rows_of_tiles(b, b_scales, b_format)
     left, right = _operand(a, a_scales, a_format), _operand(b, b_scales, b_format)
     k = min(left.shape[1], right.shape[1])
     out = left[:, :k] @ right[:, :k].t()
     factor = nvfp4.gemm_factor(a_amax, b_amax)
     return (out if factor is None else out * factor).to(out_dtype).contiguous()
+
+
+def _rows_of_tiles(codes: Tensor, tiles: Tensor | None, format: str) -> Tensor:
+    assert tiles is not None
+    return layout.from_tiles(tiles, codes.shape[0], codes.shape[1] * 2 // BLOCKS[format])
 
 
 def _operand(x: Tensor, scales: Tensor | None, format: str) -> Tensor:
@@ -77,8 +88,9 @@ def _fake(
     b_amax: Tensor | None,
     b_format: str,
     out_dtype: torch.dtype,
+    tiled: bool = False,
 ) -> Tensor:
-    _check(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
+    _check(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype, tiled)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -92,9 +104,10 @@ def _check(
     b_amax: Tensor | None,
     b_format: str,
     out_dtype: torch.dtype,
+    tiled: bool,
 ) -> None:
-    _check_operand("a", a, a_scales, a_amax, a_format)
-    _check_operand("b", b, b_scales, b_amax, b_format)
+    _check_operand("a", a, a_scales, a_amax, a_format, tiled)
+    _check_operand("b", b, b_scales, b_amax, b_format, tiled)
     if out_dtype not in INPUT_DTYPES:
         raise UnsupportedDtypeError(
             f"fp4::scaled_mm: out_dtype is {out_dtype}; one of torch.bfloat16, float16 and float32 is needed"
@@ -108,19 +121,21 @@ def _check(
 
 
 def _k(x: Tensor, scales: Tensor | None, format: str) -> int:
-    return x.shape[1] if scales is None else scales.shape[1] * BLOCKS[format]
+    return x.shape[1] if scales is None else x.shape[1] * 2
 
 
-def _check_operand(name: str, x: Tensor, scales: Tensor | None, amax: Tensor | None, format: str) -> None:
+def _check_operand(name: str, x: Tensor, scales: Tensor | None, amax: Tensor | None, format: str, tiled: bool) -> None:
     if format == "bf16":
         check_input("scaled_mm", x, name)
-        if scales is not None or amax is not None:
-            raise ConfigError(f"fp4::scaled_mm: {name} is 'bf16', a plain tensor; leave scales and amax None")
+        if tiled or scales is not None or amax is not None:
+            raise ConfigError(
+                f"fp4::scaled_mm: {name} is 'bf16', a plain tensor; leave scales and amax None, tiled False"
+            )
         return
     check_format("scaled_mm", f"{name}_format", format)
     if scales is None:
         raise ConfigError(f"fp4::scaled_mm: {name} is {format} and needs its block scales")
-    check_codes("scaled_mm", name, x, scales, format)
+    check_codes("scaled_mm", name, x, scales, format, tiled)
     if amax is None and format == "nvfp4":
         raise ConfigError(f"fp4::scaled_mm: {name} is nvfp4 and needs its amax")
     if amax is not None and format != "nvfp4":
@@ -131,7 +146,8 @@ def _check_operand(name: str, x: Tensor, scales: Tensor | None, amax: Tensor | N
 
 define(
     "scaled_mm(Tensor a, Tensor? a_scales, Tensor? a_amax, str a_format,"
-    " Tensor b, Tensor? b_scales, Tensor? b_amax, str b_format, ScalarType out_dtype) -> Tensor",
+    " Tensor b, Tensor? b_scales, Tensor? b_amax, str b_format, ScalarType out_dtype,"
+    " bool tiled=False) -> Tensor",
     scaled_mm,
     _fake,
     formulas,

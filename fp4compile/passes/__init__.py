@@ -11,10 +11,12 @@ from .. import compat
 from ..errors import Fp4Error, Fp4Warning
 from ..plan import GraphPlan, LeftMatmul, Outcome
 from .classify import MATMULS, Site, backward_nodes, classify
+from .fuse import fuse
 from .normalize import normalize
 from .rewrite import rewrite
 from .settle import SettledSite, leave_all, settle
 from .share import share
+from .tile import tile
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ def run_joint_passes(graph: fx.Graph, plan: GraphPlan) -> None:
     settled, refused = _settled(graph, sites, plan)
     rewrite(graph, settled)
     share(graph)
+    fuse(graph)
+    tile(graph)
     graph.lint()
     others = [_left_record(item.node, item.reason, plan) for item in left]
     plan.outcome = Outcome([one.record for one in settled], others + plan.nested, refused)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 import fp4compile
 from fp4compile import lowering
 from fp4compile.lowering import lower, lowering_key
-from fp4compile.lowering.targets import Target
+from fp4compile.lowering.targets import Target, target_for
 
 
 def operators(gm: fx.GraphModule) -> list[str]:
@@ -38,7 +38,7 @@ def test_on_a_cpu_every_operator_becomes_its_compiled_twin() -> None:
 
 
 def test_where_a_device_has_no_kernels_the_reference_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "target_for", lambda kind, *_: Target(kind, "reference", None, "none yet"))
+    monkeypatch.setattr(lowering, "target_of", lambda device: Target(device.type, "reference", None, "none yet"))
     for gm in forward_and_backward():
         before = gm.code
         lower(gm.graph)
@@ -46,16 +46,30 @@ def test_where_a_device_has_no_kernels_the_reference_stays(monkeypatch: pytest.M
         assert gm.code == before
 
 
-def test_every_operator_has_a_compiled_twin_of_the_same_schema() -> None:
-    for name in ("amax", "rotate", "quantize", "decode", "scaled_mm"):
-        operator, twin = (getattr(getattr(torch.ops, library), name).default for library in ("fp4", "fp4_compiled"))
-        assert str(twin._schema) == str(operator._schema).replace("fp4::", "fp4_compiled::")
+NAMES = ("amax", "rotated_amax", "amax_both", "rotate", "quantize", "rotate_quantize", "decode", "scaled_mm")
+
+
+@pytest.mark.parametrize(("library", "without"), [("fp4_compiled", ()), ("fp4_cuda", ("rotate",))])
+def test_every_operator_has_a_twin_of_the_same_schema(library: str, without: tuple[str, ...]) -> None:
+    for name in NAMES:
+        if name not in without:
+            operator, twin = (getattr(getattr(torch.ops, one), name).default for one in ("fp4", library))
+            assert str(twin._schema) == str(operator._schema).replace("fp4::", f"{library}::")
+
+
+def test_where_a_device_has_kernels_every_operator_becomes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "target_of", lambda device: target_for("cuda", (9, 0)))
+    for gm in forward_and_backward():
+        before = operators(gm)
+        lower(gm.graph)
+        assert [name.replace("fp4_cuda.", "fp4.") for name in operators(gm)] == before
+        assert all(name.startswith("fp4_cuda.") for name in operators(gm) if "rotate." not in name)
 
 
 def test_the_lowering_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = lowering_key()
-    assert json.loads(before)["cpu"] == "compiled"
-    monkeypatch.setattr(lowering, "target_for", lambda kind, *_: Target(kind, "reference", None, "none yet"))
+    assert json.loads(before)["cpu"]
+    monkeypatch.setattr(lowering, "target_of", lambda device: Target(device.type, "reference", None, "none yet"))
     assert lowering_key() != before
 
 

@@ -1,7 +1,7 @@
 """Generated Triton kernels: one file a family, each with its torch twin named in the file.
 
-Every family has ``kernel(...)``, pure: a generated source in one configuration; ``choose`` and ``candidates``, pure: the
-configurations; and functions of tensors that launch them.
+Every family has ``kernel(...)``, pure: a generated source in one configuration; ``choose`` and ``candidates``, pure:
+the configurations; and functions of tensors that launch them.
 """
 
 from __future__ import annotations

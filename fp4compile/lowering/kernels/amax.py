@@ -1,7 +1,7 @@
 """max |x| of a tensor, and together with that of its rotated transpose, from one read.
 
-Twin: ``nvfp4.amax(x)`` and ``nvfp4.amax(rotation.rotate(x.t()))``. The largest magnitudes are compared as integers, in which
-NaN is above all others, so NaN shows.
+Twin: ``nvfp4.amax(x)`` and ``nvfp4.amax(rotation.rotate(x.t()))``. The largest magnitudes are compared as integers, in
+which NaN is above all others, so NaN shows.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def kernel_both(isa: Isa, dtype: torch.dtype, plain: bool, signs: int, config: C
 
 def amax(x: Tensor) -> Tensor:
     """max |x|, 0-d float32, of a bfloat16, float16 or float32 tensor."""
-    result = x.new_zeros((1,), dtype=torch.float32)
+    result = x.new_zeros((), dtype=torch.float32)
     if x.numel() == 0:
-        return result[0]
+        return result
     flat = x.t() if x.dim() == 2 and x.t().is_contiguous() else x
     flat = flat.contiguous().view(-1)
     per_quad = 16 // x.dtype.itemsize
@@ -92,22 +92,20 @@ def amax(x: Tensor) -> Tensor:
         kernel(common.isa_of(x.device), x.dtype, config).run(
             -(-quads // (config.units * config.loop)), common.words(flat), result.view(torch.int32), quads
         )
-    return result[0]
+    return result
 
 
 def amax_both(x: Tensor, signs: int, plain: bool = True) -> tuple[Tensor | None, Tensor]:
     """[T, K] -> max |x| (None unless ``plain``) and max |rotate(x.t())|, 0-d float32."""
-    results = x.new_zeros((2,), dtype=torch.float32)
+    outputs = [x.new_zeros((), dtype=torch.float32) for _ in range(1 + plain)]
     if x.numel():
         per_unit = 16 // x.dtype.itemsize
         x = common.padded(x, per_unit)
         groups, units = -(-x.shape[0] // 16), x.shape[1] // per_unit
         config = choose_both(groups, units, common.processors_of(x.device))
-        bits = results.view(torch.int32)
-        outputs = (bits[0:1], bits[1:2]) if plain else (bits[1:2],)
         programs = -(-groups // (config.groups * config.loop)) * -(-units // config.units)
         with common.on_device_of(x):
             kernel_both(common.isa_of(x.device), x.dtype, plain, signs, config).run(
-                programs, common.words(x), *outputs, x.shape[0], units
+                programs, common.words(x), *(output.view(torch.int32) for output in outputs), x.shape[0], units
             )
-    return (results[0] if plain else None), results[1]
+    return (outputs[0] if plain else None), outputs[-1]

@@ -1,7 +1,7 @@
 """Quantization along columns, with or without the Hadamard rotation: the weight gradient's operands.
 
-x [T, K] is read in its own layout, T tokens; codes and scales are those of x^T, blocks along the tokens. One thread has a
-block of tokens of a few adjacent columns in registers, so the butterfly is plain arithmetic and nothing goes through
+x [T, K] is read in its own layout, T tokens; codes and scales are those of x^T, blocks along the tokens. One thread has
+a block of tokens of a few adjacent columns in registers, so the butterfly is plain arithmetic and nothing goes through
 shared memory. Twin: ``rotation.rotate(x.t())``, then ``nvfp4.quantize`` or ``mxfp4.quantize``.
 """
 
@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...formats import layout
 from ...ops.library import BLOCKS
 from ..targets import Isa
-from . import common
+from . import common, tuning
 from .kernel import Kernel, render
 
 Shape = Literal["full", "ragged"]
@@ -80,7 +81,13 @@ def kernel(
 
 
 def quantize(
-    x: Tensor, amax: Tensor | None, seed: Tensor | None, format: common.Format, site: int, signs: int | None
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: common.Format,
+    site: int,
+    signs: int | None,
+    tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[T, K] bfloat16, float16 or float32 -> codes uint8 [K, nb * B/2] and scales [K, nb] of x^T, nb = ceil(T / B).
 
@@ -90,22 +97,20 @@ def quantize(
     columns = COLUMNS[size][x.dtype.itemsize]
     x = common.padded(x, columns)
     blocks, units = -(-x.shape[0] // size), x.shape[1] // columns
-    codes, scales = common.empty_quantized(x, x.shape[1], blocks, format)
+    codes, scales = common.empty_quantized(x, x.shape[1], blocks, format, tiled)
     if blocks and units:
-        config, shape = choose(x.shape[0], units, size)
-        isa = common.isa_of(x.device)
-        one = kernel(isa, x.dtype, format, seed is not None, signs is not None, signs or 0, config, shape)
-        programs = -(-blocks // config.groups) * -(-units // config.units)
+        variant = (common.isa_of(x.device), x.dtype, format, seed is not None, signs is not None, signs or 0)
+        arguments = (common.words(x), *common.scalars(amax, seed, site), common.words(codes), scales)
+        arguments += (x.shape[0], blocks, units, *((-(-blocks // layout.TILE_COLS),) if tiled else ()), 1)
+
+        def launch(choice: tuple[Config, Shape]) -> None:
+            config, shape = choice
+            programs = -(-blocks // config.groups) * -(-units // config.units)
+            kernel(*variant, config, shape, tiled).run(programs, *arguments)
+
         with common.on_device_of(x):
-            one.run(
-                programs,
-                common.words(x),
-                *common.scalars(amax, seed, site),
-                common.words(codes),
-                scales,
-                x.shape[0],
-                blocks,
-                units,
-                1,
-            )
+            kind = ("columns", variant, tiled, x.shape, x.device)
+            tuning.launch(kind, candidates(x.shape[0], units, size), launch)
+    if tiled:  # the tiles of columns that only fill up are zero, and no more of them are kept than there are
+        return common.with_scale_dtype(codes[:width], scales[: -(-width // layout.TILE_ROWS)], format)
     return common.with_scale_dtype(codes[:width], scales[:width], format)

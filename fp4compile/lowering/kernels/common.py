@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...formats import layout
 from ...ops.library import BLOCKS, SCALE_DTYPES
 from ..targets import INTERPRETER, Isa, capability_of, target_for
 
@@ -45,10 +46,15 @@ def padded(x: Tensor, multiple: int) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % multiple)).contiguous()
 
 
-def empty_quantized(x: Tensor, rows: int, blocks: int, format: Format) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [rows, blocks * B/2] and scale bytes uint8 [rows, blocks], to be filled."""
+def empty_quantized(x: Tensor, rows: int, blocks: int, format: Format, tiled: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [rows, blocks * B/2] and scale bytes uint8 [rows, blocks] to be filled; or their tiles, of which what
+    no scale fills is zero."""
     codes = x.new_empty((rows, blocks * (BLOCKS[format] // 2)), dtype=torch.uint8)
-    return codes, x.new_empty((rows, blocks), dtype=torch.uint8)
+    if not tiled:
+        return codes, x.new_empty((rows, blocks), dtype=torch.uint8)
+    whole = rows % layout.TILE_ROWS == 0 and blocks % layout.TILE_COLS == 0
+    make = x.new_empty if whole else x.new_zeros
+    return codes, make(layout.tiles_shape(rows, blocks), dtype=torch.uint8)
 
 
 def with_scale_dtype(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops.library import BLOCKS
 from ..targets import Isa
-from . import common
+from . import common, tuning
 from .kernel import Kernel, render
 
 
@@ -58,9 +58,12 @@ def decode(codes: Tensor, scales: Tensor, format: common.Format, dtype: torch.dt
     out = codes.new_empty((codes.shape[0], scales.shape[1] * BLOCKS[format]), dtype=dtype)
     count = codes.numel() // 4
     if count:
-        config = choose()
-        one = kernel(common.isa_of(codes.device), format, dtype, config)
+        isa = common.isa_of(codes.device)
+        arguments = (common.words(codes), scales.view(torch.uint8), common.words(out), count)
+
+        def launch(config: Config) -> None:
+            kernel(isa, format, dtype, config).run(-(-count // (config.threads * config.loop)), *arguments)
+
         with common.on_device_of(codes):
-            programs = -(-count // (config.threads * config.loop))
-            one.run(programs, common.words(codes), scales.view(torch.uint8), common.words(out), count)
+            tuning.launch(("decode", isa, format, dtype, count, codes.device), candidates(), launch)
     return out

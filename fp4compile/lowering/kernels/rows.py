@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops.library import BLOCKS
 from ..targets import Isa
-from . import common
+from . import common, tuning
 from .kernel import Kernel, render
 
 
@@ -61,26 +61,24 @@ def kernel(
 
 
 def quantize(
-    x: Tensor, amax: Tensor | None, seed: Tensor | None, format: common.Format, site: int
+    x: Tensor, amax: Tensor | None, seed: Tensor | None, format: common.Format, site: int, tiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """[R, C] bfloat16, float16 or float32 -> as ``fp4::quantize`` with 1 x B blocks."""
     size = BLOCKS[format]
     x = common.padded(x, size)
     across = x.shape[1] // size
-    codes, scales = common.empty_quantized(x, x.shape[0], across, format)
+    codes, scales = common.empty_quantized(x, x.shape[0], across, format, tiled)
     blocks = x.shape[0] * across
     if blocks:
-        config = choose(blocks, seed is not None, common.processors_of(x.device))
-        one = kernel(common.isa_of(x.device), x.dtype, format, seed is not None, config)
-        programs = -(-blocks // (config.threads * config.loop))
+        variant = (common.isa_of(x.device), x.dtype, format, seed is not None)
+        arguments = (common.words(x), *common.scalars(amax, seed, site), common.words(codes), scales, blocks)
+        arguments += (across, 1) if tiled else (1,)
+
+        def launch(config: Config) -> None:
+            programs = -(-blocks // (config.threads * config.loop))
+            kernel(*variant, config, tiled).run(programs, *arguments)
+
         with common.on_device_of(x):
-            one.run(
-                programs,
-                common.words(x),
-                *common.scalars(amax, seed, site),
-                common.words(codes),
-                scales,
-                blocks,
-                1,
-            )
+            configs = candidates(blocks, seed is not None, common.processors_of(x.device))
+            tuning.launch(("rows", variant, tiled, blocks, x.device), configs, launch)
     return common.with_scale_dtype(codes, scales, format)

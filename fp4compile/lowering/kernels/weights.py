@@ -11,9 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
+from ...formats import layout
 from ...ops.library import BLOCKS
 from ..targets import Isa
-from . import common
+from . import common, tuning
 from .kernel import Kernel, render
 
 TILE = BLOCKS["nvfp4"]
@@ -61,25 +62,29 @@ def kernel(isa: Isa, dtype: torch.dtype, rows: bool, turned: bool, config: Confi
 
 
 def quantize(
-    w: Tensor, amax: Tensor, rows: bool, turned: bool
+    w: Tensor, amax: Tensor, rows: bool, turned: bool, tiled: bool = False
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """[N, K] -> (codes, scales) of w [N, ...] and of w^T [K, ...], each None unless asked for."""
     height, width = w.shape
     w = common.padded(w, TILE)
     groups, tiles = -(-height // TILE), w.shape[1] // TILE
-    row_outputs = common.empty_quantized(w, height, tiles, "nvfp4") if rows else None
-    turned_outputs = common.empty_quantized(w, w.shape[1], groups, "nvfp4") if turned else None
+    row_outputs = common.empty_quantized(w, height, tiles, "nvfp4", tiled) if rows else None
+    turned_outputs = common.empty_quantized(w, w.shape[1], groups, "nvfp4", tiled) if turned else None
     if groups and tiles:
-        config = choose()
-        one = kernel(common.isa_of(w.device), w.dtype, rows, turned, config)
+        variant = (common.isa_of(w.device), w.dtype, rows, turned)
         outputs = [tensor for pair in (row_outputs, turned_outputs) if pair for tensor in pair]
         outputs[::2] = [common.words(codes) for codes in outputs[::2]]
-        programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
+
+        def launch(config: Config) -> None:
+            programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
+            kernel(*variant, config, tiled).run(programs, common.words(w), amax, *outputs, height, groups, tiles, 1)
+
         with common.on_device_of(w):
-            one.run(programs, common.words(w), amax, *outputs, height, groups, tiles, 1)
+            tuning.launch(("weights", variant, tiled, w.shape, w.device), candidates(), launch)
+    if turned_outputs:
+        kept = -(-width // layout.TILE_ROWS) if tiled else width
+        turned_outputs = turned_outputs[0][:width], turned_outputs[1][:kept]
     return (
         common.with_scale_dtype(*row_outputs, "nvfp4") if row_outputs else None,
-        common.with_scale_dtype(turned_outputs[0][:width], turned_outputs[1][:width], "nvfp4")
-        if turned_outputs
-        else None,
+        common.with_scale_dtype(*turned_outputs, "nvfp4") if turned_outputs else None,
     )

@@ -1,0 +1,150 @@
+"""The operators on CUDA devices with generated kernels: `torch.ops.fp4_cuda.*`, each a twin of its namesake in `fp4`.
+
+What a kernel does not cover runs the reference on the device, with the same bits: rotations whose size is not the
+format's block, and products with an operand that is neither quantized nor bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import REFERENCE
+from ..ops.library import BLOCKS
+from . import cublas
+from .kernels import amax as amaxes
+from .kernels import columns, factor, gemm, rows, tuning, weights
+from .kernels import decode as decoding
+
+fp4 = torch.ops.fp4
+library = torch.library.Library("fp4_cuda", "DEF")
+
+tuned_library = torch.library.Library("fp4_cuda_tuned", "DEF")
+
+CUDA: dict[Any, Any] = {}
+"""Operator of ``fp4`` -> its twin."""
+
+TUNED: dict[Any, Any] = {}
+"""Operator of ``fp4`` -> the twin that measures its configurations, for max-autotune."""
+
+
+def amax(x: Tensor) -> Tensor:
+    return amaxes.amax(x)
+
+
+def rotated_amax(x: Tensor, size: int, signs: int) -> Tensor:
+    if size != BLOCKS["nvfp4"]:
+        return amaxes.amax(fp4.rotate(x, size, signs))
+    return amaxes.amax_both(x.t(), signs, plain=False)[1]
+
+
+def amax_both(x: Tensor, size: int, signs: int) -> tuple[Tensor, Tensor]:
+    if size != BLOCKS["nvfp4"]:
+        return amaxes.amax(x), rotated_amax(x.t(), size, signs)
+    plain, rotated = amaxes.amax_both(x, signs)
+    assert plain is not None
+    return plain, rotated
+
+
+def quantize(
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: Any,
+    block: Sequence[int],
+    rounding: str,
+    site: int,
+    tiled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    turned = x.t().is_contiguous() and not x.is_contiguous()
+    if block[0] == 1:
+        if turned:
+            return columns.quantize(x.t(), amax, seed, format, site, None, tiled)
+        return rows.quantize(x, amax, seed, format, site, tiled)
+    assert amax is not None
+    if seed is not None:
+        return fp4.quantize(x, amax, seed, format, list(block), rounding, site, tiled)
+    w = x.t() if turned else x
+    results = weights.quantize(w, amax, rows=not turned, turned=turned, tiled=tiled)[turned]
+    assert results is not None
+    return results
+
+
+def rotate_quantize(
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: Any,
+    rounding: str,
+    site: int,
+    size: int,
+    signs: int,
+    tiled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    if size != BLOCKS[format]:
+        return rows.quantize(fp4.rotate(x, size, signs), amax, seed, format, site, tiled)
+    return columns.quantize(x.t(), amax, seed, format, site, signs, tiled)
+
+
+def decode(codes: Tensor, scales: Tensor, format: Any, dtype: torch.dtype) -> Tensor:
+    return decoding.decode(codes, scales, format, dtype)
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scales: Tensor | None,
+    a_amax: Tensor | None,
+    a_format: Any,
+    b: Tensor,
+    b_scales: Tensor | None,
+    b_amax: Tensor | None,
+    b_format: Any,
+    out_dtype: torch.dtype,
+    tiled: bool = False,
+) -> Tensor:
+    if tiled:
+        assert a_scales is not None and b_scales is not None
+        return gemm.launch(a, a_scales, a_amax, b, b_scales, b_amax, a_format, out_dtype)
+    if any(x.dtype not in (torch.uint8, torch.bfloat16) for x in (a, b)):
+        return fp4.scaled_mm(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
+    left, right = _bfloat16(a, a_scales, a_format), _bfloat16(b, b_scales, b_format)
+    k = min(left.shape[1], right.shape[1])
+    return cublas.matmul(left[:, :k], right[:, :k], factor.factor(a_amax, b_amax), out_dtype)
+
+
+def _bfloat16(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
+    """An operand with contiguous rows."""
+    if scales is not None:
+        return decoding.decode(x, scales, format, torch.bfloat16)
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _tuned(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, measuring which configuration of its kernels is the fastest."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        with tuning.tuning():
+            return implementation(*args)
+
+    return run
+
+
+def _define(library: Any, twins: dict[Any, Any], operator: Any, implementation: Callable[..., Any]) -> None:
+    schema = str(operator._schema).partition("::")[2]
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CUDA")
+    torch.library.register_fake(f"{library.ns}::{name}", operator, lib=library)
+    twins[operator] = getattr(getattr(torch.ops, library.ns), name).default
+
+
+for _operator in REFERENCE:
+    _implementation = globals().get(_operator._schema.name.partition("::")[2])
+    if _implementation is not None:
+        _define(library, CUDA, _operator, _implementation)
+        _define(tuned_library, TUNED, _operator, _tuned(_implementation))

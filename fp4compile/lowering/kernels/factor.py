@@ -1,0 +1,40 @@
+"""The product's factor of one or two amaxes, by one thread: as tensor arithmetic it would be eight launches.
+
+Twin: ``nvfp4.gemm_factor``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import common
+from .kernel import Kernel, render
+
+
+@functools.cache
+def kernel(operands: int) -> Kernel:
+    name = f"gemm_factor_{operands}"
+    pointers = [*(f"amax{i}_ptr" for i in range(operands)), "factor_ptr"]
+    return Kernel(
+        family="gemm factor",
+        name=name,
+        source=render("factor.py.jinja", name=name, operands=operands),
+        signature=dict.fromkeys(pointers, "*fp32"),
+        constants={},
+        aligned=(),
+        num_warps=1,
+    )
+
+
+def factor(*amaxes: Tensor | None) -> Tensor | None:
+    """0-d float32 of 0-d float32 amaxes; None of none."""
+    present = [amax for amax in amaxes if amax is not None]
+    if not present:
+        return None
+    result = present[0].new_empty((), dtype=torch.float32)
+    with common.on_device_of(result):
+        kernel(len(present)).run(1, *present, result)
+    return result

@@ -1,0 +1,133 @@
+"""The operators of CUDA devices, run by Triton's interpreter on a CPU: layouts, fallbacks and tuning change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_same
+from interpreter import interpreted
+from torch import Tensor
+
+import fp4compile.ops  # noqa: F401
+from fp4compile.formats import nvfp4
+from fp4compile.lowering import cuda
+from fp4compile.lowering.kernels import columns, decode, factor, rows, tuning, weights
+
+fp4 = torch.ops.fp4
+SIGNS = 0xD7E8
+SEED = torch.tensor(-98765432109876)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+def matrix(rows: int = 33, columns: int = 48, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)).to(dtype)
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
+def same(found: Any, expected: Any) -> None:
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.dtype == wanted.dtype
+        assert_same(as_bytes(one), as_bytes(wanted))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "slice": lambda x: x[1:, 3:40],
+    "every other row": lambda x: x[::2],
+    "no row": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_quantize_takes_every_layout(view: str, tiled: bool) -> None:
+    x = VIEWS[view](matrix())
+    amax = fp4.amax(x)
+    for how in (
+        (amax, None, "nvfp4", [1, 16], "nearest", 0, tiled),
+        (amax, SEED, "nvfp4", [1, 16], "stochastic", 7, tiled),
+        (amax, None, "nvfp4", [16, 16], "nearest", 0, tiled),
+        (None, SEED, "mxfp4", [1, 32], "stochastic", 7, tiled),
+    ):
+        same(cuda.quantize(x, *how), fp4.quantize(x, *how))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("size", [8, 16, 32, 64])
+def test_rotation_takes_every_layout_and_size(view: str, size: int) -> None:
+    x = VIEWS[view](matrix())
+    amax = fp4.rotated_amax(x, size, SIGNS)
+    assert_same(cuda.rotated_amax(x, size, SIGNS), amax)
+    for format, scale, tiled in (("nvfp4", amax, True), ("nvfp4", amax, False), ("mxfp4", None, False)):
+        how = (scale, SEED, format, "stochastic", 3, size, SIGNS, tiled)
+        same(cuda.rotate_quantize(x, *how), fp4.rotate_quantize(x, *how))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("size", [16, 32])
+def test_both_amaxes_are_those_of_the_reference(view: str, size: int) -> None:
+    x = VIEWS[view](matrix())
+    found, expected = cuda.amax_both(x, size, SIGNS), fp4.amax_both(x, size, SIGNS)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_same(one, wanted)
+    assert found[0].data_ptr() != found[1].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "amaxes", [(3.7,), (3.7, 0.25), (3e38, 1e-20), (1e-30, 2e-30), (float("nan"), 1.0), (0.0, 0.0)]
+)
+def test_the_factor_of_a_product_has_the_references_bits(amaxes: tuple[float, ...]) -> None:
+    tensors = [torch.tensor(value) for value in amaxes]
+    a, b = tensors if len(tensors) == 2 else (tensors[0], None)
+    expected = nvfp4.gemm_factor(a, b)
+    assert expected is not None
+    assert_same(factor.factor(a, b), expected)
+    assert factor.factor(None, None) is None
+
+
+CANDIDATES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "rows": (rows, lambda: cuda.quantize(matrix(), torch.tensor(3.0), SEED, "nvfp4", [1, 16], "stochastic", 1)),
+    "columns": (columns, lambda: columns.quantize(matrix(), torch.tensor(3.0), SEED, "nvfp4", 1, SIGNS)),
+    "weights": (weights, lambda: weights.quantize(matrix(), torch.tensor(3.0), True, True)),
+    "decode": (
+        decode,
+        lambda: (
+            cuda.decode(*fp4.quantize(matrix(), None, None, "mxfp4", [1, 32], "nearest", 0), "mxfp4", torch.float32),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_every_configuration_gives_the_same_bytes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made the fastest in turn; tuning measures all of them, once."""
+    module, call = CANDIDATES[family]
+    flat = lambda results: [t for r in results for t in (r if isinstance(r, tuple) else (r,))]  # noqa: E731
+    expected = flat(call())
+    count = len(_configs(module, family))
+    measured: list[int] = []
+    for fastest in range(count):
+        monkeypatch.setattr(tuning, "_fastest", {})
+        times = iter([float(i != fastest) for i in range(count)])
+        monkeypatch.setattr(tuning, "_milliseconds", lambda run, times=times: (measured.append(1), next(times))[1])
+        with tuning.tuning():
+            same(flat(call()), expected)
+            same(flat(call()), expected)
+    assert len(measured) == count * count
+
+
+def _configs(module: Any, family: str) -> list[Any]:
+    arguments = {"rows": (99, True, 1), "columns": (33, 6, 16), "weights": (), "decode": ()}[family]
+    return module.candidates(*arguments)
