@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .formats import nvfp4, rotation
+from .lowering import implementation
 from .ops.library import check_input
 
 _FORMAT = "nvfp4"
@@ -65,12 +66,19 @@ def quantize(
     """
     check_input("quantize", x)
     x = x.detach()
-    values = torch.ops.fp4.rotate(x, rotation.SIZE, rotation.SIGNS) if rotate else x
-    amax = torch.ops.fp4.amax(values)
-    packed, scales = torch.ops.fp4.quantize(
-        values, amax, _seed_tensor(seed, rounding, x.device), _FORMAT, list(block), rounding, site
-    )
-    return QuantizedTensor(packed, scales, amax, values.shape, columns=x.shape[1], rotated=rotate)
+    fp4, noise = torch.ops.fp4, _seed_tensor(seed, rounding, x.device)
+    turn = (rotation.SIZE, rotation.SIGNS)
+    if rotate and block == (1, rotation.SIZE):
+        amax = implementation(fp4.rotated_amax.default, x.device)(x, *turn)
+        fused = implementation(fp4.rotate_quantize.default, x.device)
+        packed, scales = fused(x, amax, noise, _FORMAT, rounding, site, *turn)
+    else:
+        values = fp4.rotate(x, *turn) if rotate else x
+        amax = implementation(fp4.amax.default, x.device)(values)
+        plain = implementation(fp4.quantize.default, x.device)
+        packed, scales = plain(values, amax, noise, _FORMAT, list(block), rounding, site)
+    shape = torch.Size((x.shape[0], scales.shape[1] * nvfp4.BLOCK)) if rotate else x.shape
+    return QuantizedTensor(packed, scales, amax, shape, columns=x.shape[1], rotated=rotate)
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -91,7 +99,8 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = t
             f"scaled_mm: {rotated} is rotated and {plain} is not; a rotation cancels only in a pair, "
             f"so quantize {plain} with rotate=True too"
         )
-    return torch.ops.fp4.scaled_mm(a.packed, a.scales, a.amax, _FORMAT, b.packed, b.scales, b.amax, _FORMAT, out_dtype)
+    product = implementation(torch.ops.fp4.scaled_mm.default, a.packed.device)
+    return product(a.packed, a.scales, a.amax, _FORMAT, b.packed, b.scales, b.amax, _FORMAT, out_dtype)
 
 
 def _seed_tensor(seed: int | Tensor | None, rounding: str, device: torch.device) -> Tensor | None:

@@ -12,7 +12,7 @@ from .. import compat
 from . import template
 from .compiled import COMPILED
 from .cuda import CUDA, TUNED
-from .targets import target_of
+from .targets import has_kernels, target_of
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
 TILED = 9
@@ -42,6 +42,11 @@ def _to_native(node: fx.Node) -> None:
     template.register()
     a, a_scales, a_amax, format, b, b_scales, b_amax, _, out_dtype, _ = node.args
     node.target, node.args = template.OPERATOR, (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype)
+
+
+def implementation(operator: Any, device: torch.device) -> Any:
+    """What runs an operator of ``fp4`` eagerly: kernels where a device has them, else its reference."""
+    return CUDA.get(operator, operator) if has_kernels(device) else operator
 
 
 def lowering_key() -> str:
