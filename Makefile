@@ -42,8 +42,10 @@ demo: venv
 	OMP_WAIT_POLICY=passive $(PY) examples/train_gpt.py --out demo
 
 bench: venv
-	set -e; for script in benchmarks/*.py; do \
-	  if [ "$$script" != benchmarks/common.py ]; then echo "== $$script"; $(PY) $$script; fi; done
+	set -e; for script in benchmarks/*.py; do case $$script in \
+	  */common.py|*/gpu_cases.py|*/render_docs.py) ;; \
+	  *) echo "== $$script"; $(PY) $$script;; esac; done
+	$(PY) benchmarks/render_docs.py
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ number quoted elsewhere has a file behind it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import shlex
@@ -68,7 +69,7 @@ def environment() -> dict[str, Any]:
     versions = {name: _version(name) for name in ("torch", "triton", "fp4compile")}
     cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "python": platform.python_version(),
         "versions": versions,
         "cpu": _cpu_name(),
@@ -77,6 +78,15 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Without where a copy of the results went."""
+    words = ["python", f"benchmarks/{Path(argv[0]).name}"]
+    for before, word in itertools.pairwise(argv):
+        if word != "--out" and before != "--out":
+            words.append(word)
+    return shlex.join(words)
 
 
 def _version(package: str) -> str | None:
@@ -110,16 +120,28 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def write_results(name: str, rows: Sequence[Mapping[str, Any]], timings: Mapping[str, Timing] | None = None) -> Path:
-    """Write benchmarks/results/<name>.json: the environment, the table's rows and the raw timings."""
+def write_results(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    timings: Mapping[str, Timing] | None = None,
+    *,
+    more: Mapping[str, Any] | None = None,
+    copy_to: Path | None = None,
+) -> Path:
+    """Write benchmarks/results/<name>.json: the environment, the table's rows, the raw timings and ``more``."""
     record = {
         "benchmark": name,
         "environment": environment(),
         "rows": list(rows),
         "timings": {case: asdict(timing) for case, timing in (timings or {}).items()},
+        **(more or {}),
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    text = json.dumps(record, indent=2) + "\n"
+    path.write_text(text)
+    if copy_to is not None:
+        copy_to.parent.mkdir(parents=True, exist_ok=True)
+        copy_to.write_text(text)
     print(f"wrote benchmarks/results/{path.name}")
     return path

@@ -65,6 +65,9 @@ def _cast(self: Any, src: Any, dst_type: Any) -> Any:
 def _call(self: Any, *args: Any, **named: Any) -> Any:
     """A function called by a kernel: what the interpreter puts in the place of Triton's builtins for it is taken back,
     which the interpreter itself does for kernels only."""
+    languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
+    if not any(tl.core.is_builtin(language.load) for language in languages):  # the caller's are in place
+        return self.rewrite()(*args, **named)
     scope = interpreter._patch_lang(self.fn)
     try:
         return self.rewrite()(*args, **named)

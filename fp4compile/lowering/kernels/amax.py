@@ -85,7 +85,8 @@ def amax(x: Tensor) -> Tensor:
     flat = x.t() if x.dim() == 2 and x.t().is_contiguous() else x
     flat = flat.contiguous().view(-1)
     per_quad = 16 // x.dtype.itemsize
-    flat = F.pad(flat, (0, -flat.numel() % per_quad))
+    missing = -flat.numel() % per_quad
+    flat = F.pad(flat, (0, missing)) if missing else flat  # padding by nothing would copy
     quads = flat.numel() // per_quad
     config = choose(quads, common.processors_of(x.device))
     with common.on_device_of(x):

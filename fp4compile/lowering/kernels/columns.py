@@ -76,8 +76,15 @@ def kernel(
         constants={"G": config.groups, "C": config.units},
         aligned=("x_ptr", "codes_ptr", "scales_ptr", "units", *(("tokens", "blocks") if shape == "full" else ())),
         num_warps=config.groups * config.units // 32,
-        maxnreg=128 if dtype == torch.bfloat16 and not tiled else None,  # 4 programs a multiprocessor, and no spill
+        maxnreg=_register_limit(dtype, format, stochastic, tiled),
     )
+
+
+def _register_limit(dtype: torch.dtype, format: common.Format, stochastic: bool, tiled: bool) -> int | None:
+    """Registers of a thread, so that 5 programs fit on a multiprocessor, or 4 where 5 would spill."""
+    if dtype != torch.bfloat16 or tiled:
+        return None
+    return 128 if stochastic or format == "mxfp4" else 96
 
 
 def quantize(

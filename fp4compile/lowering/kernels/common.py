@@ -43,7 +43,8 @@ def element_type(dtype: torch.dtype) -> str:
 
 def padded(x: Tensor, multiple: int) -> Tensor:
     """[R, C] contiguous, zero columns appended up to a multiple: a copy only where it must be one."""
-    return F.pad(x, (0, -x.shape[1] % multiple)).contiguous()
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (0, missing)) if missing else x.contiguous()  # padding by nothing would copy
 
 
 def empty_quantized(x: Tensor, rows: int, blocks: int, format: Format, tiled: bool = False) -> tuple[Tensor, Tensor]:

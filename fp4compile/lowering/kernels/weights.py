@@ -46,7 +46,8 @@ def kernel(isa: Isa, dtype: torch.dtype, rows: bool, turned: bool, config: Confi
     signature = {"w_ptr": common.element_type(dtype), "amax_ptr": "*fp32"}
     for prefix in outputs:
         signature |= {f"{prefix}codes_ptr": "*i32", f"{prefix}scales_ptr": "*u8"}
-    signature |= {"height": "i32", "groups": "i32", "tiles": "i32", "one": "i32", "G": "constexpr", "C": "constexpr"}
+    signature |= {"height": "i32", "groups": "i32", "tiles": "i32", **({"columns": "i32"} if tiled else {})}
+    signature |= {"one": "i32", "G": "constexpr", "C": "constexpr"}
     return Kernel(
         family="quantize weights",
         name=name,
@@ -74,10 +75,11 @@ def quantize(
         variant = (common.isa_of(w.device), w.dtype, rows, turned)
         outputs = [tensor for pair in (row_outputs, turned_outputs) if pair for tensor in pair]
         outputs[::2] = [common.words(codes) for codes in outputs[::2]]
+        sizes = (height, groups, tiles, *((width,) if tiled else ()))
 
         def launch(config: Config) -> None:
             programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
-            kernel(*variant, config, tiled).run(programs, common.words(w), amax, *outputs, height, groups, tiles, 1)
+            kernel(*variant, config, tiled).run(programs, common.words(w), amax, *outputs, *sizes, 1)
 
         with common.on_device_of(w):
             tuning.launch(("weights", variant, tiled, w.shape, w.device), candidates(), launch)

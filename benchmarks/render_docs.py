@@ -1,0 +1,331 @@
+"""Writes the tables of docs/performance.md from the JSON under benchmarks/results/, so that no figure is typed by hand.
+
+A table stands between ``<!-- name -->`` and ``<!-- end name -->``, where name is one of ``SECTIONS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+MISSING = "*Not measured yet: benchmarks/results/{}.json.*"
+
+Record = Mapping[str, Any]
+
+
+class NotMeasured(Exception):
+    """The script that would have written it has not run."""
+
+
+def load(name: str) -> Record:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise NotMeasured(MISSING.format(name))
+    return json.loads(path.read_text())
+
+
+def part(name: str, key: str) -> Any:
+    found = load(name).get(key)
+    if not found:
+        raise NotMeasured(MISSING.format(name))
+    return found
+
+
+def checked() -> tuple[Record, str]:
+    """The check and a note: of kernels_gpu.json, or where that has speeds alone, of an earlier run that was kept."""
+    try:
+        return part("kernels_gpu", "check"), ""
+    except NotMeasured:
+        if not (RESULTS / "kernels_gpu_check.json").exists():
+            raise
+        return part("kernels_gpu_check", "check"), load("kernels_gpu_check")["note"]
+
+
+def compiled_elsewhere() -> dict[tuple[str, str], float]:
+    """(kernel, size) -> milliseconds of the compiled formulas in that earlier run."""
+    if not (RESULTS / "kernels_gpu_check.json").exists():
+        return {}
+    rows = load("kernels_gpu_check").get("formulas", [])
+    return {(row["kernel"], row["size"]): row["compiled ms"] for row in rows}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
+    """A text in the place of a number says why there is none; its first words do."""
+    if value is None:
+        return ""
+    return value.partition(":")[0] if isinstance(value, str) else f"{value:.{digits}f}"
+
+
+def yes(value: bool | None) -> str:
+    return "" if value is None else "yes" if value else "**no**"
+
+
+def span(values: Sequence[float], digits: int) -> str:
+    return " to ".join(f"{value:.{digits}f}" for value in values)
+
+
+def environment(record: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+    command = re.sub(r" --out \S+", "", record["command"])
+    return f"{record['gpu']}, CUDA {record['cuda']}, {versions}, Python {record['python']}; `{command}`."
+
+
+def speed() -> str:
+    measured = part("kernels_gpu", "speed")
+    first, elsewhere = measured["rows"][0], compiled_elsewhere()
+    rows, borrowed = [], False
+    for row in measured["rows"]:
+        compiled, key = row["compiled ms"], (row["kernel"], row["size"])
+        if not isinstance(compiled, float) and isinstance(elsewhere.get(key), float):
+            compiled, borrowed = elsewhere[key], True
+        rows.append(
+            [
+                row["kernel"],
+                row["size"],
+                number(row["ms"]),
+                number(row["TB/s"], 2),
+                percent(row["share"]),
+                percent(row["mark"]),
+                yes(row["met"]),
+                percent(row["TB/s"] / row["copy TB/s"]),
+                number(compiled),
+                number(row["eager ms"]),
+            ]
+        )
+    header = ["kernel", "size", "ms", "TB/s", "share", "mark", "met", "of a copy of that size"]
+    header += ["`torch.compile` ms", "eager ms"]
+    notes = f"Shares are of {first['TB/s'] / first['share']:.2f} TB/s, the copy bandwidth of the same run."
+    if borrowed:
+        notes += " `torch.compile` was timed in another run (kernels_gpu_check.json)."
+    return f"{environment(measured['environment'])} {notes}\n\n{table(header, rows)}"
+
+
+def products() -> str:
+    rows = [
+        [
+            row["product"],
+            row["m, n, k"],
+            number(row["ms"]),
+            number(row["of bf16"], 2),
+            number(row["TFLOP/s"], 0),
+            number(row["mark"], 2),
+            yes(row["met"]),
+        ]
+        for row in part("kernels_gpu", "speed")["products"]
+    ]
+    return table(["product", "M, N, K", "ms", "of bf16", "TFLOP/s", "mark", "met"], rows)
+
+
+def candidates() -> str:
+    found = part("kernels_gpu", "speed")["candidates"]
+    rows = [[row["kernel"], f"`{row['configuration']}`", number(row["ms"])] for row in found]
+    return table(["kernel", "configuration", "ms"], rows)
+
+
+def missed() -> str:
+    """Those rows of the tables that are below their mark."""
+    measured = part("kernels_gpu", "speed")
+    kernels = [
+        f"- {row['kernel']}, {row['size']}: {percent(row['share'])} of {percent(row['mark'])}"
+        for row in measured["rows"]
+        if row["met"] is False
+    ]
+    slow = [
+        f"- {row['product']}, {row['m, n, k']}: {row['of bf16']:.2f} of {row['mark']:.2f}"
+        for row in measured["products"]
+        if row["met"] is False
+    ]
+    return "\n".join(kernels + slow) or "Nothing misses its mark."
+
+
+def check() -> str:
+    found, note = checked()
+    rows = [
+        [
+            row["kernel"],
+            str(row["comparisons"]),
+            number(row["MB"], 1),
+            "" if row["kernel"].startswith("operator") else str(row["in poisoned memory"]),
+            str(row["differing bytes"]),
+            str(row["errors"]),
+        ]
+        for row in found["kernels"]
+    ]
+    header = ["kernel", "comparisons", "MB", "into poisoned memory", "differing bytes", "errors"]
+    return f"{environment(found['environment'])} {note}".rstrip() + f"\n\n{table(header, rows)}"
+
+
+def check_products() -> str:
+    rows = [
+        [
+            row["product"],
+            row["format"],
+            row["m, n, k"],
+            row["result"],
+            f"{row['max error / allowed']:.1e}" if "max error / allowed" in row else "",
+            f"{row['rms error / rms']:.1e}" if "rms error / rms" in row else "",
+            yes(row["ok"]),
+        ]
+        for row in checked()[0]["products"]
+    ]
+    header = [
+        "product",
+        "format",
+        "M, N, K",
+        "result",
+        "largest error, of the allowed",
+        "RMS error, of the RMS",
+        "within",
+    ]
+    return table(header, rows)
+
+
+def sanitizer() -> str:
+    record = load("sanitizer")
+    rows = [[row["tool"], str(row["launches"]), str(row["errors"])] for row in record["rows"]]
+    return f"{environment(record['environment'])}\n\n{table(['tool', 'launches', 'errors'], rows)}"
+
+
+def columns_profile() -> str:
+    record = load("columns_tried")
+    rows = [
+        [name, span(value, 2) if isinstance(value, list) else f"{value:g}"] for name, value in record["profile"].items()
+    ]
+    return table(["rotated columns, by Nsight Compute", ""], rows)
+
+
+def columns_tried() -> str:
+    rows = [
+        [
+            row["tried"],
+            row["of"],
+            span(row["ms"], 3) if row["ms"] else "not faster",
+            row["kept"],
+            number(row["kept ms"]),
+        ]
+        for row in part("columns_tried", "rows")
+    ]
+    return table(["tried", "of", "ms", "instead of", "ms"], rows)
+
+
+MODEL = (
+    ("bytes an element", 4),
+    ("instructions an element", 1),
+    ("memory ms", 3),
+    ("issue ms", 3),
+    ("pipe ms", 3),
+    ("predicted ms", 3),
+)
+
+
+def blackwell() -> str:
+    rows = [
+        [
+            row["kernel"],
+            *(number(row[name], digits) for name, digits in MODEL),
+            row["bound by"],
+            percent(row["predicted share of bandwidth"]),
+        ]
+        for row in part("blackwell_model", "rows")
+    ]
+    header = ["kernel (predicted)", *(name for name, _ in MODEL), "bound by", "share of bandwidth"]
+    return f"{_device('B200')}\n\n{table(header, rows)}"
+
+
+def blackwell_products() -> str:
+    rows = [
+        [
+            f"`{row['configuration']}`",
+            number(row["tensor cores ms"]),
+            number(row["memory ms"]),
+            row["bound by"],
+            number(row["GB loaded"], 2),
+            number(row["bytes a clock and SM"], 0),
+            *(str(row[name]) for name in ("FP4 MMA", "scale copies", "TMA loads", "spilled bytes")),
+        ]
+        for row in part("blackwell_model", "products")
+    ]
+    header = ["configuration (predicted)", "tensor cores ms", "memory ms", "bound by", "GB loaded by tiles"]
+    header += ["bytes a clock and SM for that", "FP4 MMA", "scale copies", "TMA loads", "spilled bytes"]
+    return table(header, rows)
+
+
+def validation() -> str:
+    rows = [
+        [
+            row["kernel"],
+            *(number(row[name], digits) for name, digits in MODEL),
+            row["bound by"],
+            number(row["measured ms"]),
+            percent(row["predicted / measured"]),
+        ]
+        for row in part("blackwell_model", "validation")
+    ]
+    header = ["kernel (H200)", *(name for name, _ in MODEL), "bound by", "measured ms", "predicted / measured"]
+    return f"{_device('H200')}\n\n{table(header, rows)}"
+
+
+def _device(name: str) -> str:
+    device = part("blackwell_model", "devices")[name]
+    size = " x ".join(map(str, part("blackwell_model", "size")))
+    return (
+        f"bf16, {size}; {name} taken as {device['processors']} multiprocessors at {device['clock'] / 1e9:.2f} GHz with "
+        f"{device['bandwidth'] / 1e12:.2f} TB/s; code for {device['arch']}."
+    )
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "speed": speed,
+    "products": products,
+    "candidates": candidates,
+    "missed": missed,
+    "check": check,
+    "check products": check_products,
+    "sanitizer": sanitizer,
+    "columns profile": columns_profile,
+    "columns tried": columns_tried,
+    "blackwell": blackwell,
+    "blackwell products": blackwell_products,
+    "validation": validation,
+}
+
+_MARKED = re.compile(r"<!-- (?P<name>[a-z ]+) -->\n.*?<!-- end (?P=name) -->", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The page with every table made anew. A table without a marker in the page is an error."""
+    found = [match["name"] for match in _MARKED.finditer(page)]
+    if sorted(found) != sorted(SECTIONS):
+        raise ValueError(f"the page has the tables {sorted(found)}, expected {sorted(SECTIONS)}")
+    return _MARKED.sub(lambda match: _section(match["name"]), page)
+
+
+def _section(name: str) -> str:
+    try:
+        text = SECTIONS[name]()
+    except NotMeasured as reason:
+        text = str(reason)
+    return f"<!-- {name} -->\n{text}\n<!-- end {name} -->"
+
+
+def main() -> None:
+    PAGE.write_text(render(PAGE.read_text()))
+    print(f"wrote docs/{PAGE.name}")
+
+
+if __name__ == "__main__":
+    main()
