@@ -7,6 +7,7 @@ changes and ``self_test`` says so before a user's model does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -334,6 +335,12 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@functools.cache
+def _test_template() -> Any:
+    """Inductor takes a template's name once a process."""
+    return triton_template("fp4_self_test", "{{def_kernel('A')}}", lambda m, n, meta, *, cdiv, min: (1, 1, 1))
+
+
 def self_test() -> list[str]:
     """What of this file does not hold on the torch in use; empty when all does. Compiles one tiny model."""
     problems = []
@@ -342,7 +349,7 @@ def self_test() -> list[str]:
     seen: dict[str, bool] = dict.fromkeys(("root scope", "source names", "marks", "descriptors", "gradients"), False)
 
     try:
-        triton_template("fp4_self_test", "{{def_kernel('A')}}", lambda m, n, meta, *, cdiv, min: (1, 1, 1))
+        _test_template()
         from torch._inductor.lowering import fallback_handler, register_lowering  # noqa: F401
         from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs  # noqa: F401
     except (ImportError, TypeError) as error:

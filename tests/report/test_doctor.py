@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4compile import compat
 from fp4compile.report import doctor
 
 
@@ -31,3 +32,7 @@ def test_a_gpu_of_another_maker_has_no_compute_capability(gpus: None, monkeypatc
     monkeypatch.setattr(torch.version, "cuda", None)
     assert [gpu["lowering"] for gpu in doctor.examine()["devices"][1:]] == ["reference", "reference"]
     assert doctor.examine()["devices"][1]["name"] == "GPU 0"
+
+
+def test_the_self_test_can_be_asked_twice() -> None:
+    assert compat.self_test() == compat.self_test() == []
