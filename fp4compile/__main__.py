@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     explain.add_argument("--graphs", type=Path, metavar="DIR", help="also write the captured graphs as readable Python")
+    explain.add_argument("--target", metavar="GPU", help="also predict times on H200, B200, GB200, B300 or GB300")
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="show what this machine will do: devices, lowering, versions")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
@@ -70,7 +71,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"recipe": arguments.recipe}
     if arguments.policy is not None:
         options["policy"] = arguments.policy
-    report = explain(model, *args, options=options, **kwargs)
+    report = explain(model, *args, options=options, target=arguments.target, **kwargs)
     print(report)
     _write_json(arguments.json, report.to_dict())
     if arguments.graphs is not None:

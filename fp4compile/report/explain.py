@@ -19,21 +19,34 @@ from ..lowering.compiled import forget
 from ..options import Options, parse_options
 from ..plan import GraphPlan, LeftMatmul, SiteRecord
 from .report import Report, SavedBytes
+from .roofline import Model, Roofline, gpu_named, predict
 from .saved import saved_bytes
 
 
-def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    target: str | None = None,
+    **kwargs: Any,
+) -> Report:
     """What ``torch.compile(model, backend="nvfp4", options=options)`` does when called with these arguments.
 
     Compiles nothing, but resets Dynamo (``torch.compiler.reset``): models compiled before are compiled again at
     their next call. Use small inputs: the forward runs in the eager reference.
 
+    target: a GPU, "H200", "B200", "GB200", "B300" or "GB300". The report then has a ``roofline``, which PREDICTS the
+    times of products and quantizers there for inputs of exactly these sizes. They may be those of training: with a
+    target the captured graphs are not run, and what comes out of them is uninitialized.
+
     Raises:
+        ConfigError: an option or the target is unknown.
         ConfigError, RewriteError, UnsupportedDtypeError: as the backend does (inside Dynamo's BackendCompilerFailed).
     """
     parsed = parse_options(options)
-    captures = _capture(model, args, kwargs, parsed)
-    baseline = _capture(model, args, kwargs, parsed.without_rewriting())
+    gpu = None if target is None else gpu_named(target)
+    captures = _capture(model, args, kwargs, parsed, run=gpu is None)
+    baseline = _capture(model, args, kwargs, parsed.without_rewriting(), run=gpu is None)
     saved = [capture.saved() for capture in captures]
     return Report(
         sites=tuple(_sites(captures)),
@@ -44,13 +57,15 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
             baseline_bytes=sum(capture.saved()[0] for capture in baseline),
         ),
         graphs=_graphs(captures),
+        roofline=None if gpu is None else _roofline(captures, Model(gpu)),
     )
 
 
 class _Capture:
-    """One Dynamo graph on its way through the backend."""
+    """One Dynamo graph on its way through the backend. ``run``: compute what it gives, not only its shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: bool) -> None:
+        self._run = run
         self.plan: GraphPlan | None = None
         self.graphs: dict[str, fx.GraphModule] = {}
 
@@ -64,14 +79,21 @@ class _Capture:
             self.graphs[name] = fx.GraphModule(graph.owning_module or nn.Module(), copy)
 
     def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **facts: Any) -> Callable[..., Any]:
-        """Stands in for Inductor's code generation: keep the graph, run it as it is."""
+        """Stands in for Inductor's code generation: keep the graph, run it as it is or not at all."""
         self.graphs["backward" if facts.get("is_backward") else "forward"] = gm
 
         def run(values: list[Any]) -> Any:
-            return gm(*values)
+            return gm(*values) if self._run else fx.node.map_arg(gm.graph.output_node().args[0], _uninitialized)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def name_of(self, node: fx.Node) -> str:
+        """The module that a node comes from, "" for none, called as the report calls sites."""
+        if self.plan is None or compat.mark_of(node) is None:
+            return ""
+        call = self.plan.call_of(node)
+        return f"{call.root}.{call.module}" if len(self.plan.decisions) > 1 and call.root else call.module
 
     def saved(self) -> tuple[int, int]:
         if "backward" not in self.graphs:
@@ -79,11 +101,23 @@ class _Capture:
         return saved_bytes(self.graphs["forward"], self.graphs["backward"])
 
 
-def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> list[_Capture]:
+def _uninitialized(node: fx.Node) -> Any:
+    """What a node gives in shape, type and strides. Memory that nobody writes costs nothing; indices are 0."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return compat.size_hint(value)
+    size, stride = ([compat.size_hint(one) for one in sizes] for sizes in (value.shape, value.stride()))
+    blank = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    return blank.zero_() if value.dtype in (torch.bool, torch.int32, torch.int64) else blank
+
+
+def _capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, run: bool
+) -> list[_Capture]:
     captures: list[_Capture] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        capture = _Capture()
+        capture = _Capture(run)
         captures.append(capture)
         return compile_graph(
             gm,
@@ -131,6 +165,19 @@ def _left(captures: list[_Capture]) -> Iterator[LeftMatmul]:
     for capture in captures:
         if capture.plan and capture.plan.outcome:
             yield from capture.plan.outcome.left
+
+
+def _roofline(captures: list[_Capture], model: Model) -> Roofline:
+    """The prediction for what all captured graphs become."""
+    return predict(
+        (
+            (capture.graphs[name].graph, capture.name_of)
+            for capture in captures
+            for name in ("forward", "backward")
+            if name in capture.graphs
+        ),
+        model,
+    )
 
 
 def _graphs(captures: list[_Capture]) -> dict[str, fx.GraphModule]:

@@ -11,6 +11,7 @@ from torch import fx
 from ..plan import LeftMatmul, SiteRecord
 from ..recipe import ROLES
 from ..table import table
+from .roofline import Roofline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +33,28 @@ class Report:
 
     ``graphs`` maps "joint_before", "joint_after", "forward" and "backward" to ``torch.fx.GraphModule``: the last two
     after partitioning, "forward" alone for a model without gradients. A model that Dynamo splits into several graphs
-    has "joint_before.1" and so on for the further ones.
+    has "joint_before.1" and so on for the further ones. ``roofline`` is the prediction for ``explain``'s ``target``.
     """
 
     sites: tuple[SiteRecord, ...]
     matmuls_left: tuple[LeftMatmul, ...]
     saved_for_backward: SavedBytes
     graphs: Mapping[str, fx.GraphModule]
+    roofline: Roofline | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the graphs, as JSON values."""
+        """Everything but the graphs, as JSON values; "roofline" only where there is one."""
+        prediction = {} if self.roofline is None else {"roofline": self.roofline.to_dict()}
         return {
             "sites": [site.to_dict() for site in self.sites],
             "matmuls_left": [left.to_dict() for left in self.matmuls_left],
             "saved_for_backward": dataclasses.asdict(self.saved_for_backward),
+            **prediction,
         }
 
     def __str__(self) -> str:
-        parts = [self._sites(), self._left(), self._totals()]
+        prediction = "" if self.roofline is None else str(self.roofline)
+        parts = [self._sites(), self._left(), self._totals(), prediction]
         return "\n\n".join(part for part in parts if part)
 
     def _sites(self) -> str:
