@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except Fp4Error as error:
+    except (Fp4Error, OSError) as error:
         print(f"fp4compile: {error}", file=sys.stderr)
         return 2
 
@@ -93,6 +93,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _kernels(arguments: argparse.Namespace) -> int:
     from .report.kernels import examine, to_text
 
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)  # not after minutes of compiling
+    _write_json(arguments.json, {})
     facts = examine(arguments.arch, arguments.family, arguments.jobs, arguments.out)
     print(to_text(facts))
     _write_json(arguments.json, facts)

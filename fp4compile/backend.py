@@ -54,7 +54,8 @@ def compile_graph(
     on_plan: Callable[[GraphPlan], Any] | None = None,
 ) -> Callable[..., Any]:
     """Plan one graph and compile it. The last four arguments let ``explain`` look on without generating code."""
-    plan = make_plan(gm, options.recipe, options.policy, options.strict, options.key() + lowering_key())
+    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    plan = make_plan(gm, options.recipe, options.policy, options.strict, options.key() + lowering_key(devices))
     if on_plan is not None:
         on_plan(plan)
     joint = functools.partial(_joint, plan=plan, look=on_joint)

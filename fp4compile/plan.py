@@ -231,12 +231,19 @@ def _kind(target: Any) -> str:
 @functools.cache
 def package_digest() -> str:
     """Hash of every source file of the package: compiled graphs must not outlive the code that made them."""
-    root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
+    for path in package_sources():
+        digest.update(str(path.relative_to(_ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+_ROOT = Path(__file__).parent
+
+
+def package_sources() -> list[Path]:
+    """The files that compiled graphs depend on: code and the templates of kernels."""
+    return sorted(path for path in _ROOT.rglob("*") if path.suffix in (".py", ".jinja"))
 
 
 def _digest(plan: GraphPlan, extra_key: str) -> str:

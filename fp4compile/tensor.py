@@ -109,7 +109,7 @@ def _seed_tensor(seed: int | Tensor | None, rounding: str, device: torch.device)
             raise ConfigError("quantize: rounding='nearest' uses no seed; drop it or round 'stochastic'")
         return None
     if isinstance(seed, Tensor):
-        return seed
+        return seed.to(device)
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if not -(2**63) <= seed < 2**63:

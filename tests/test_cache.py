@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fp4compile.backend
-from fp4compile import Policy, Recipe, compile_blocks, prepare
+from fp4compile import Policy, Recipe, compile_blocks, plan, prepare
 from fp4compile.options import parse_options
 from fp4compile.plan import make_plan
 
@@ -152,3 +153,10 @@ def test_a_warm_cache_never_hands_out_a_graph_of_other_decisions(tmp_path):
     assert run(1, 1) == "[False, True, True, False] 2"
     assert run(0, 2) == "[True, True, False, False] 2"
     assert run(0, 0) == "[True, True, True, True] 1"
+
+
+def test_every_file_of_the_package_is_in_the_key() -> None:
+    """A template's text becomes part of cached graphs as code does."""
+    root = Path(fp4compile.__file__).parent
+    files = {path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path.name for path in files - set(plan.package_sources())} <= {"py.typed"}

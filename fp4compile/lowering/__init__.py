@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,10 +50,9 @@ def implementation(operator: Any, device: torch.device) -> Any:
     return CUDA.get(operator, operator) if has_kernels(device) else operator
 
 
-def lowering_key() -> str:
-    """What of this machine the lowered code depends on."""
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    return json.dumps({str(device): target_of(device).reason for device in devices})
+def lowering_key(devices: Iterable[torch.device]) -> str:
+    """What of these devices the lowered code depends on."""
+    return json.dumps({str(device): target_of(device).reason for device in sorted(set(devices), key=str)})
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops import REFERENCE
-from ..ops.library import BLOCKS
+from ..ops.library import BLOCKS, CHECKS
 from . import cublas
 from .kernels import amax as amaxes
 from .kernels import columns, factor, gemm, rows, tuning, weights
@@ -113,7 +113,7 @@ def scaled_mm(
         return fp4.scaled_mm(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
     left, right = _bfloat16(a, a_scales, a_format), _bfloat16(b, b_scales, b_format)
     k = min(left.shape[1], right.shape[1])
-    return cublas.matmul(left[:, :k], right[:, :k], factor.factor(a_amax, b_amax), out_dtype)
+    return cublas.matmul(left[:, :k], right[:, :k], factor.factors(a_amax, b_amax), out_dtype)
 
 
 def _bfloat16(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
@@ -121,6 +121,17 @@ def _bfloat16(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
     if scales is not None:
         return decoding.decode(x, scales, format, torch.bfloat16)
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _checked(operator: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation behind the operator's own checks: a wrong call is the same error on every device."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        CHECKS[operator](*args)
+        return implementation(*args)
+
+    return run
 
 
 def _tuned(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,5 +157,5 @@ def _define(library: Any, twins: dict[Any, Any], operator: Any, implementation: 
 for _operator in REFERENCE:
     _implementation = globals().get(_operator._schema.name.partition("::")[2])
     if _implementation is not None:
-        _define(library, CUDA, _operator, _implementation)
-        _define(tuned_library, TUNED, _operator, _tuned(_implementation))
+        _define(library, CUDA, _operator, _checked(_operator, _implementation))
+        _define(tuned_library, TUNED, _operator, _checked(_operator, _tuned(_implementation)))

@@ -18,6 +18,7 @@ Tried with the assemblers of Triton 3.6 and 3.7 (docs/performance.md).
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Literal
 
 import torch
@@ -123,7 +124,11 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 def target_of(device: torch.device) -> Target:
     """The target of a device of this machine."""
-    return target_for(device.type, capability_of(device))
+    target = target_for(device.type, capability_of(device))
+    if target.lowering == "kernels" and importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed, which generated kernels need: the formulas run eagerly, emulated exactly"
+        return Target(target.device, "reference", None, reason)
+    return target
 
 
 def has_kernels(device: torch.device) -> bool:

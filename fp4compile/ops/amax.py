@@ -23,4 +23,8 @@ def _fake(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-define("amax(Tensor x) -> Tensor", amax, _fake)
+def _check(x: Tensor) -> None:
+    check_dtype("amax", "x", x)
+
+
+define("amax(Tensor x) -> Tensor", amax, _fake, check=_check)

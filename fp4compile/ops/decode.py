@@ -43,4 +43,4 @@ def _check(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype) -> No
         )
 
 
-define("decode(Tensor codes, Tensor scales, str format, ScalarType dtype) -> Tensor", decode, _fake, formulas)
+define("decode(Tensor codes, Tensor scales, str format, ScalarType dtype) -> Tensor", decode, _fake, formulas, _check)

@@ -16,6 +16,7 @@ library = torch.library.Library("fp4", "DEF")
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}  # elements that share a scale along the last dimension
 SCALE_DTYPES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 REFERENCE: dict[Any, Callable[..., Any]] = {}  # each operator's formulas, for lowerings to trace
+CHECKS: dict[Any, Callable[..., Any]] = {}  # what raises where an operator's arguments are wrong
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -24,16 +25,20 @@ def define(
     reference: Callable[..., object],
     fake: Callable[..., object],
     formulas: Callable[..., object] | None = None,
+    check: Callable[..., object] | None = None,
 ) -> None:
     """Registers `fp4::<schema>` with one implementation for every device and its shape function.
 
-    formulas: the reference without checks that a tracer cannot follow, if it has such.
+    formulas: the reference without checks that a tracer cannot follow, if it has such. check: the checks alone, of the
+    same arguments, for other implementations.
     """
     name = schema.split("(", 1)[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4::{name}", fake, lib=library)
-    REFERENCE[getattr(torch.ops.fp4, name).default] = formulas or reference
+    operator = getattr(torch.ops.fp4, name).default
+    REFERENCE[operator] = formulas or reference
+    CHECKS[operator] = check or fake
 
 
 def check_input(op: str, x: Tensor, name: str = "x") -> None:

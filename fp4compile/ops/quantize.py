@@ -94,6 +94,7 @@ def _check(
     block: Sequence[int],
     rounding: str,
     site: int,
+    tiled: bool = False,
 ) -> None:
     check_input("quantize", x)
     check_format("quantize", "format", format)
@@ -135,4 +136,5 @@ define(
     quantize,
     _fake,
     formulas,
+    _check,
 )

@@ -33,4 +33,4 @@ def _check(x: Tensor, size: int, signs: int) -> None:
         raise ConfigError(f"fp4::rotate: signs is {signs:#x}; a mask of {rotation.SIGN_BITS} bits is needed")
 
 
-define("rotate(Tensor x, int size, int signs) -> Tensor", rotate, _fake)
+define("rotate(Tensor x, int size, int signs) -> Tensor", rotate, _fake, check=_check)

@@ -66,12 +66,32 @@ def _rotate_quantize_fake(
     return _quantize._fake(rotated, amax, seed, format, block, rounding, site, tiled)
 
 
-define("rotated_amax(Tensor x, int size, int signs) -> Tensor", rotated_amax, _rotated_amax_fake)
-define("amax_both(Tensor x, int size, int signs) -> (Tensor amax, Tensor rotated_amax)", amax_both, _amax_both_fake)
+def _check_rotate_quantize(
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: str,
+    rounding: str,
+    site: int,
+    size: int,
+    signs: int,
+    tiled: bool = False,
+) -> None:
+    _rotate._check(x, size, signs)
+    _quantize._check(x, amax, seed, format, [1, BLOCKS.get(format, 0)], rounding, site)
+
+
+define("rotated_amax(Tensor x, int size, int signs) -> Tensor", rotated_amax, _rotated_amax_fake, check=_rotate._check)
+define(
+    "amax_both(Tensor x, int size, int signs) -> (Tensor amax, Tensor rotated_amax)",
+    amax_both,
+    _amax_both_fake,
+    check=_rotate._check,
+)
 define(
     "rotate_quantize(Tensor x, Tensor? amax, Tensor? seed, str format, str rounding, int site, int size, int signs,"
-    " bool tiled=False)"
-    " -> (Tensor codes, Tensor scales)",
+    " bool tiled=False) -> (Tensor codes, Tensor scales)",
     rotate_quantize,
     _rotate_quantize_fake,
+    check=_check_rotate_quantize,
 )

@@ -104,7 +104,7 @@ def _check(
     b_amax: Tensor | None,
     b_format: str,
     out_dtype: torch.dtype,
-    tiled: bool,
+    tiled: bool = False,
 ) -> None:
     _check_operand("a", a, a_scales, a_amax, a_format, tiled)
     _check_operand("b", b, b_scales, b_amax, b_format, tiled)
@@ -151,4 +151,5 @@ define(
     scaled_mm,
     _fake,
     formulas,
+    _check,
 )

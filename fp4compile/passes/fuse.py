@@ -13,6 +13,7 @@ from torch import fx
 from .. import compat
 from ..graph import aten, emit, emit_items
 from ..lowering.targets import has_kernels
+from ..ops.library import BLOCKS
 
 fp4 = torch.ops.fp4
 
@@ -20,11 +21,17 @@ fp4 = torch.ops.fp4
 def fuse(graph: fx.Graph, eligible: Callable[[torch.device], bool] = has_kernels) -> None:
     """In place; ``eligible``: the devices to fuse on."""
     for node in graph.find_nodes(op="call_function", target=fp4.rotate.default):
-        if eligible(node.meta["val"].device):
+        if eligible(node.meta["val"].device) and _has_kernel(node):
             _fuse_rotation(graph, node)
     for node in graph.find_nodes(op="call_function", target=fp4.rotated_amax.default):
         _pair_amaxes(graph, node)
     graph.eliminate_dead_code()
+
+
+def _has_kernel(rotation: fx.Node) -> bool:
+    """Kernels rotate by groups of a block. Another size is better rotated once than by each reader."""
+    formats = {reader.args[3] for reader in rotation.users if reader.target is fp4.quantize.default}
+    return all(rotation.args[1] == BLOCKS[format] for format in formats)  # type: ignore[index]
 
 
 def _fuse_rotation(graph: fx.Graph, rotation: fx.Node) -> None:

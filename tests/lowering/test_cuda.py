@@ -12,8 +12,9 @@ from interpreter import interpreted
 from torch import Tensor
 
 import fp4compile.ops  # noqa: F401
+from fp4compile.errors import ConfigError
 from fp4compile.formats import nvfp4
-from fp4compile.lowering import cuda
+from fp4compile.lowering import cublas, cuda
 from fp4compile.lowering.kernels import columns, decode, factor, rows, tuning, weights
 
 fp4 = torch.ops.fp4
@@ -47,6 +48,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[1:, 3:40],
     "every other row": lambda x: x[::2],
     "no row": lambda x: x[:0],
+    "at an odd offset": lambda x: x.reshape(-1)[1 : 1 + 32 * 40].view(32, 40),
+    "one row of an odd stride": lambda x: x.reshape(-1)[: 32 * 47].view(32, 47)[2:3, :32],
 }
 
 
@@ -93,8 +96,62 @@ def test_the_factor_of_a_product_has_the_references_bits(amaxes: tuple[float, ..
     a, b = tensors if len(tensors) == 2 else (tensors[0], None)
     expected = nvfp4.gemm_factor(a, b)
     assert expected is not None
-    assert_same(factor.factor(a, b), expected)
-    assert factor.factor(None, None) is None
+    assert_same(factor.factors(a, b), torch.stack([expected, torch.zeros(())]))
+    assert factor.factors(None, None) is None
+
+
+@pytest.mark.parametrize("shape", [(64, 120), (64, 36), (130, 300)])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_what_no_scale_fills_in_the_tiles_is_zero(
+    shape: tuple[int, int], value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where columns were appended, and under an amax that is NaN; the memory is full of ones before."""
+    plain_empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = plain_empty(self, *args, **kwargs)
+        result.view(torch.uint8).fill_(255)
+        return result
+
+    x, amax = matrix(*shape), torch.tensor(value)
+    expected = [
+        fp4.quantize(view, amax, None, "nvfp4", block, "nearest", 0, True)[1]
+        for block in ([1, 16], [16, 16])
+        for view in (x, x.t())
+    ]
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    found = [
+        cuda.quantize(view, amax, None, "nvfp4", block, "nearest", 0, True)[1]
+        for block in ([1, 16], [16, 16])
+        for view in (x, x.t())
+    ]
+    same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "rounding", "seed", "site"),
+    [([2, 16], "nearest", None, 0), ([1, 16], "foo", SEED, 0), ([1, 16], "stochastic", SEED, -1)],
+)
+def test_a_wrong_call_is_the_same_error_on_every_device(
+    block: list[int], rounding: str, seed: Tensor | None, site: int
+) -> None:
+    x, amax = matrix(), torch.tensor(3.0)
+    checked = cuda._checked(fp4.quantize.default, cuda.quantize)
+    for call in (fp4.quantize, checked):
+        with pytest.raises(ConfigError):
+            call(x, amax, seed, "nvfp4", block, rounding, site)
+
+
+def test_too_many_columns_are_refused() -> None:
+    wide = torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, 2**26 + 1)
+    with pytest.raises(ConfigError, match="too many columns"):
+        cuda.amax_both(wide, 16, SIGNS)
+
+
+def test_a_single_row_has_a_leading_dimension_that_cublas_takes() -> None:
+    row = torch.randn(7, 1).bfloat16().t()
+    assert row.stride(0) == 1
+    assert cublas._matrix(row)[2] == 7
 
 
 CANDIDATES: dict[str, tuple[Any, Callable[[], Any]]] = {

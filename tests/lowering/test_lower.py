@@ -67,10 +67,11 @@ def test_where_a_device_has_kernels_every_operator_becomes_its_kernel(monkeypatc
 
 
 def test_the_lowering_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = lowering_key()
+    devices = [torch.device("cpu")]
+    before = lowering_key(devices)
     assert json.loads(before)["cpu"]
     monkeypatch.setattr(lowering, "target_of", lambda device: Target(device.type, "reference", None, "none yet"))
-    assert lowering_key() != before
+    assert lowering_key(devices) != before
 
 
 @pytest.mark.slow

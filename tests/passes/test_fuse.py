@@ -84,3 +84,10 @@ def test_a_rotated_operand_in_bf16_keeps_its_rotation(everywhere: Callable[[], N
     gm = joint("linear", Recipe.nvidia(wgrad=("bf16", "nvfp4")))
     assert count(gm, fp4.rotate.default) == 1
     assert torch.bfloat16 in {node.meta["val"].dtype for node in graphs.calls(gm, fp4.rotate.default)}
+
+
+def test_a_rotation_without_a_kernel_is_made_once(everywhere: Callable[[], None]) -> None:
+    everywhere()
+    gm = joint("linear", Recipe.nvidia(rotation=32))
+    assert count(gm, fp4.rotate.default) == 2
+    assert count(gm, fp4.rotated_amax.default, fp4.rotate_quantize.default) == 0

@@ -83,7 +83,7 @@ def amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return result
     flat = x.t() if x.dim() == 2 and x.t().is_contiguous() else x
-    flat = flat.contiguous().view(-1)
+    flat = common.aligned(flat).view(-1)
     per_quad = 16 // x.dtype.itemsize
     missing = -flat.numel() % per_quad
     flat = F.pad(flat, (0, missing)) if missing else flat  # padding by nothing would copy

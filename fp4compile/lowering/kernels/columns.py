@@ -66,7 +66,7 @@ def kernel(
     values |= {"rotate": rotate, "signs": signs, "columns": columns, "shape": shape}
     signature = {"x_ptr": common.element_type(dtype), **common.scalar_types(stochastic, format)}
     signature |= {"codes_ptr": "*i32", "scales_ptr": "*u8", "tokens": "i32", "blocks": "i32", "units": "i32"}
-    signature |= {"across_scales": "i32"} if tiled else {}
+    signature |= {"across_scales": "i32", "scaled": "i32"} if tiled else {}
     signature |= {"one": "i32", "G": "constexpr", "C": "constexpr"}
     return Kernel(
         family="quantize columns",
@@ -104,11 +104,11 @@ def quantize(
     columns = COLUMNS[size][x.dtype.itemsize]
     x = common.padded(x, columns)
     blocks, units = -(-x.shape[0] // size), x.shape[1] // columns
-    codes, scales = common.empty_quantized(x, x.shape[1], blocks, format, tiled)
+    codes, scales = common.empty_quantized(x, x.shape[1], blocks, format, tiled, width)
     if blocks and units:
         variant = (common.isa_of(x.device), x.dtype, format, seed is not None, signs is not None, signs or 0)
         arguments = (common.words(x), *common.scalars(amax, seed, site), common.words(codes), scales)
-        arguments += (x.shape[0], blocks, units, *((-(-blocks // layout.TILE_COLS),) if tiled else ()), 1)
+        arguments += (x.shape[0], blocks, units, *((-(-blocks // layout.TILE_COLS), width) if tiled else ()), 1)
 
         def launch(choice: tuple[Config, Shape]) -> None:
             config, shape = choice

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...errors import ConfigError
 from ...formats import layout
 from ...ops.library import BLOCKS, SCALE_DTYPES
 from ..targets import INTERPRETER, Isa, capability_of, target_for
@@ -41,19 +42,39 @@ def element_type(dtype: torch.dtype) -> str:
     return "*fp32" if dtype == torch.float32 else "*i32"
 
 
+MOST_COLUMNS = 2**26
+"""Offsets within 32 rows are counted in 32 bits."""
+
+
 def padded(x: Tensor, multiple: int) -> Tensor:
-    """[R, C] contiguous, zero columns appended up to a multiple: a copy only where it must be one."""
+    """[R, C] contiguous and aligned, zero columns appended up to a multiple: a copy only where it must be one."""
+    if x.shape[1] > MOST_COLUMNS:
+        raise ConfigError(
+            f"a matrix of {list(x.shape)} has too many columns for a kernel, which takes {MOST_COLUMNS}: "
+            "reshape it, or quantize it in pieces"
+        )
     missing = -x.shape[1] % multiple
-    return F.pad(x, (0, missing)) if missing else x.contiguous()  # padding by nothing would copy
+    return F.pad(x, (0, missing)) if missing else aligned(x)  # padding by nothing would copy
 
 
-def empty_quantized(x: Tensor, rows: int, blocks: int, format: Format, tiled: bool = False) -> tuple[Tensor, Tensor]:
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, and a view of 32-bit words: begins at one, and no row of its own pretends another stride."""
+    x = x.contiguous()
+    per_word = 4 // x.element_size()
+    if x.storage_offset() % per_word or any(stride % per_word for stride in x.stride()[:-1]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def empty_quantized(
+    x: Tensor, rows: int, blocks: int, format: Format, tiled: bool = False, filled: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes uint8 [rows, blocks * B/2] and scale bytes uint8 [rows, blocks] to be filled; or their tiles, of which what
-    no scale fills is zero."""
+    no scale fills is zero. filled: how many rows get scales in tiles, if not all."""
     codes = x.new_empty((rows, blocks * (BLOCKS[format] // 2)), dtype=torch.uint8)
     if not tiled:
         return codes, x.new_empty((rows, blocks), dtype=torch.uint8)
-    whole = rows % layout.TILE_ROWS == 0 and blocks % layout.TILE_COLS == 0
+    whole = (rows if filled is None else filled) % layout.TILE_ROWS == 0 and blocks % layout.TILE_COLS == 0
     make = x.new_empty if whole else x.new_zeros
     return codes, make(layout.tiles_shape(rows, blocks), dtype=torch.uint8)
 

@@ -54,7 +54,7 @@ def kernel(isa: Isa, format: common.Format, dtype: torch.dtype, config: Config) 
 
 def decode(codes: Tensor, scales: Tensor, format: common.Format, dtype: torch.dtype) -> Tensor:
     """uint8 [R, nb * B/2] and scales [R, nb] -> [R, nb * B] bfloat16 or float32."""
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales = common.aligned(codes), scales.contiguous()
     out = codes.new_empty((codes.shape[0], scales.shape[1] * BLOCKS[format]), dtype=dtype)
     count = codes.numel() // 4
     if count:

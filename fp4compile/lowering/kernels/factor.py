@@ -29,12 +29,12 @@ def kernel(operands: int) -> Kernel:
     )
 
 
-def factor(*amaxes: Tensor | None) -> Tensor | None:
-    """0-d float32 of 0-d float32 amaxes; None of none."""
+def factors(*amaxes: Tensor | None) -> Tensor | None:
+    """The factor and 0, as cuBLAS reads them, float32 [2], of 0-d float32 amaxes; None of none."""
     present = [amax for amax in amaxes if amax is not None]
     if not present:
         return None
-    result = present[0].new_empty((), dtype=torch.float32)
+    result = present[0].new_empty((2,), dtype=torch.float32)
     with common.on_device_of(result):
         kernel(len(present)).run(1, *present, result)
     return result

@@ -37,6 +37,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...formats import layout, mxfp4, nvfp4
 from ..targets import Isa, capability_of
+from .common import on_device_of
 from .kernel import Kernel, render
 
 FAMILY = "gemm"
@@ -297,16 +298,17 @@ def launch(
     }
     tiles = config.tiles(m, n)
     programs = min(tiles, processors) if config.schedule == "persistent" else tiles
-    made.function[(programs,)](
-        **{name: value for name, value in arguments.items() if name in made.signature},
-        m=m,
-        n=n,
-        k=k,
-        **made.constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **compile_options(capability),
-    )
+    with on_device_of(a):
+        made.function[(programs,)](
+            **{name: value for name, value in arguments.items() if name in made.signature},
+            m=m,
+            n=n,
+            k=k,
+            **made.constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **compile_options(capability),
+        )
     return out
 
 

@@ -70,7 +70,7 @@ def quantize(
     w = common.padded(w, TILE)
     groups, tiles = -(-height // TILE), w.shape[1] // TILE
     row_outputs = common.empty_quantized(w, height, tiles, "nvfp4", tiled) if rows else None
-    turned_outputs = common.empty_quantized(w, w.shape[1], groups, "nvfp4", tiled) if turned else None
+    turned_outputs = common.empty_quantized(w, w.shape[1], groups, "nvfp4", tiled, width) if turned else None
     if groups and tiles:
         variant = (common.isa_of(w.device), w.dtype, rows, turned)
         outputs = [tensor for pair in (row_outputs, turned_outputs) if pair for tensor in pair]
