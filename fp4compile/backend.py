@@ -31,7 +31,10 @@ def nvfp4(
     Options, all optional:
         recipe: a ``Recipe`` or its name. policy: a ``Policy``, a dict of its fields, or a plan's decisions
         (``plan.options`` of ``prepare``). mode: as ``torch.compile``'s. inductor: a dict of Inductor's settings.
-        strict: True: a graph that cannot be rewritten is an error; False: it stays as it is, with one warning.
+        save: what wgrad's input is kept as: "auto" (the partitioner weighs bytes), "packed" (in 4 bits wherever nothing
+        else keeps it in bf16: nothing is quantized again) or "recompute" (what bf16 would keep: it is quantized in the
+        backward). strict: True: a graph that cannot be rewritten is an error; False: it stays as it is, with one
+        warning.
 
     Raises:
         ConfigError: an option is unknown or has a value of the wrong kind.
@@ -55,7 +58,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Plan one graph and compile it. The last four arguments let ``explain`` look on without generating code."""
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
-    plan = make_plan(gm, options.recipe, options.policy, options.strict, options.key() + lowering_key(devices))
+    key = options.key() + lowering_key(devices)
+    plan = make_plan(gm, options.recipe, options.policy, options.strict, key, options.save)
     if on_plan is not None:
         on_plan(plan)
     joint = functools.partial(_joint, plan=plan, look=on_joint)

@@ -14,7 +14,8 @@ from .errors import ConfigError
 from .policy import Policy
 from .recipe import Recipe
 
-KNOWN = ("recipe", "policy", "mode", "inductor", "strict")
+KNOWN = ("recipe", "policy", "mode", "inductor", "strict", "save")
+SAVES = ("auto", "packed", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Options:
     policy: Policy | Decisions
     inductor: Mapping[str, Any]
     strict: bool
+    save: str = "auto"
 
     def without_rewriting(self) -> Options:
         """The same compilation with every matmul as the model has it."""
@@ -32,7 +34,7 @@ class Options:
 
     def key(self) -> str:
         """What of the options is not in the plan's digest otherwise."""
-        return json.dumps({name: repr(value) for name, value in sorted(self.inductor.items())})
+        return json.dumps([self.save, {name: repr(value) for name, value in sorted(self.inductor.items())}])
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -53,11 +55,15 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     strict = options.get("strict", True)
     if not isinstance(strict, bool):
         raise ConfigError(f"option 'strict' must be True or False, not {strict!r}")
+    save = options.get("save", "auto")
+    if save not in SAVES:
+        raise ConfigError(f"option 'save' must be one of {', '.join(map(repr, SAVES))}, not {save!r}")
     return Options(
         recipe=Recipe.of(options.get("recipe")),
         policy=as_policy(options.get("policy")),
         inductor=_inductor(options.get("mode", mode), options.get("inductor")),
         strict=strict,
+        save=save,
     )
 
 

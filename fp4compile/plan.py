@@ -98,6 +98,7 @@ class GraphPlan:
     params: dict[int | str, tuple[str, str]]
     decisions: dict[str, Decisions]
     strict: bool
+    save: str = "auto"
     digest: str = ""
     outcome: Outcome | None = None
     nested: list[LeftMatmul] = dataclasses.field(default_factory=list)
@@ -119,7 +120,7 @@ class GraphPlan:
 
 
 def make_plan(
-    gm: fx.GraphModule, recipe: Recipe, policy: Policy | Decisions, strict: bool, extra_key: str
+    gm: fx.GraphModule, recipe: Recipe, policy: Policy | Decisions, strict: bool, extra_key: str, save: str = "auto"
 ) -> GraphPlan:
     """Mark the calls of a Dynamo graph, name its parameters, resolve the policy on the module tree behind it.
 
@@ -132,7 +133,7 @@ def make_plan(
         root: policy if isinstance(policy, Decisions) else resolve(scope.modules[root], policy)
         for root in sorted({root for root, _ in params.values()})
     }
-    plan = GraphPlan(recipe, calls, params, decisions, strict)
+    plan = GraphPlan(recipe, calls, params, decisions, strict, save)
     plan.digest = _digest(plan, extra_key)
     return plan
 

@@ -22,9 +22,12 @@ TILED = 9
 
 def lower(graph: fx.Graph) -> None:
     """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("fp4."):
-            if node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
+            if node.target is torch.ops.fp4.anchor.default:  # it has held what it had to in the partition
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            elif node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
                 _to_native(node)
             else:
                 node.target = _twins(target_of(_device(node)).lowering).get(node.target, node.target)

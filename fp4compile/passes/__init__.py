@@ -34,7 +34,7 @@ def run_joint_passes(graph: fx.Graph, plan: GraphPlan) -> None:
     normalize(graph)
     sites, left = classify(graph, plan.params)
     settled, refused = _settled(graph, sites, plan)
-    rewrite(graph, settled)
+    rewrite(graph, settled, plan.save)
     share(graph)
     fuse(graph)
     tile(graph)

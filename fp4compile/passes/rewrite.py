@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..graph import (
     CASTS,
     LAYOUT,
     aten,
+    canonical,
     emit,
     emit_items,
     fake_value,
@@ -28,7 +30,7 @@ from ..graph import (
     without_casts,
 )
 from ..recipe import GemmSpec, OperandSpec
-from .classify import Site, operands
+from .classify import Site, backward_nodes, operands
 from .randomness import GraphSeeds
 from .settle import SettledSite
 
@@ -49,11 +51,14 @@ class Salt(enum.IntEnum):
 _SALTS_PER_SITE = 8
 
 
-def rewrite(graph: fx.Graph, settled: list[SettledSite]) -> None:
-    """Rewrite every GEMM that has a spec, in place."""
+def rewrite(graph: fx.Graph, settled: list[SettledSite], save: str = "auto") -> None:
+    """Rewrite every GEMM that has a spec, in place. save: see ``fp4compile.backend.nvfp4``."""
     seeds = GraphSeeds(graph)
+    packable = _packable(graph, settled) if save == "packed" else set()
+    tangents = (node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node))
+    tangent = next(tangents, None) if save == "recompute" else None
     for number, one in enumerate(settled):
-        rewriter = _SiteRewriter(graph, number, one.site, seeds)
+        rewriter = _SiteRewriter(graph, number, one.site, seeds, tangent, packs=number in packable)
         # wgrad puts its X operand before the forward, so the forward is replaced last.
         if "wgrad" in one.specs:
             rewriter.wgrad(one.specs["wgrad"])
@@ -70,6 +75,11 @@ class _SiteRewriter:
     number: int
     site: Site
     seeds: GraphSeeds
+    tangent: fx.Node | None = None
+    """If given: what wgrad's input is made to depend on, so that it is quantized in the backward."""
+    packs: bool = False
+    """Whether its codes and scales must be kept for the backward."""
+    kept: list[fx.Node] = dataclasses.field(default_factory=list)
 
     def forward(self, spec: GemmSpec) -> None:
         node = self.site.forward
@@ -80,6 +90,8 @@ class _SiteRewriter:
             else:
                 product = self._gemm(node, node, sides, spec, torch.float32)
                 result = self._add_bias(node, product)
+            if self.kept:
+                result = emit(self.graph, node, fp4.anchor.default, result, self.kept)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
@@ -129,6 +141,8 @@ class _SiteRewriter:
                     operand = without_casts(self.graph, at, operand)
                 operand = hoisted(self.graph, at, operand)
                 rows = operand if index == 0 else transposed(self.graph, at, operand)
+                if salt is Salt.WGRAD_X and self.tangent is not None:
+                    rows = emit(self.graph, at, fp4.anchor.default, rows, [self.tangent])
                 arguments += self._quantized(at, rows, operand_spec, spec, salt)
         return emit(self.graph, node, fp4.scaled_mm.default, *arguments, dtype)
 
@@ -148,6 +162,10 @@ class _SiteRewriter:
             quantized = emit(self.graph, like, fp4.quantize.default, rows, amax, seed, *how)
             codes, scales = emit_items(self.graph, like, quantized, 2)
             new += [node for node in (amax, quantized, codes, scales) if node is not None]
+            if self.packs and salt is Salt.WGRAD_X:
+                self.kept = [codes, scales]
+                for node in self.kept:
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             result = [codes, scales, amax, operand.format]
         _prefer_recompute(new)
         return result
@@ -163,6 +181,32 @@ class _SiteRewriter:
                 bias = emit(self.graph, node, aten.mul.Tensor, bias, beta)
             product = emit(self.graph, node, aten.add.Tensor, product, bias)
         return emit(self.graph, node, prims.convert_element_type.default, product, node.meta["val"].dtype)
+
+
+def _packable(graph: fx.Graph, settled: list[SettledSite]) -> set[int]:
+    """Sites whose wgrad input nothing else in the backward reads: kept packed it is not kept in bf16 beside it.
+
+    Checkpointed regions keep what they say, and a forward that is not rewritten has nothing to hold the codes to.
+    """
+    backward = backward_nodes(graph)
+    wgrads = {one.site.wgrad for one in settled if "wgrad" in one.specs}
+    found = set()
+    for number, one in enumerate(settled):
+        forward = one.site.forward
+        if {"forward", "wgrad"} <= one.specs.keys() and "ac_graph_id" not in forward.meta:
+            x = canonical(operands(forward)[one.site.activation])
+            if all(reader in wgrads for reader in _readers(x) if reader in backward):
+                found.add(number)
+    return found
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node, through layout and casts."""
+    for user in node.users:
+        if user.target in LAYOUT or user.target in CASTS:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def float32_cast(node: fx.Node) -> fx.Node | None:

@@ -17,7 +17,9 @@ from ..graph import CASTS, LAYOUT
 
 fp4 = torch.ops.fp4
 
-SHARED = LAYOUT | CASTS | {fp4.amax.default, fp4.rotate.default, fp4.quantize.default, operator.getitem}
+SHARED = (
+    LAYOUT | CASTS | {fp4.anchor.default, fp4.amax.default, fp4.rotate.default, fp4.quantize.default, operator.getitem}
+)
 
 
 def share(graph: fx.Graph) -> None:
