@@ -679,6 +679,9 @@ def main() -> None:
     if args.compile_only:
         compile_only(args)
         return
+    if args.device.type == "cpu" and set(args.config) != {"tiny"}:
+        print("needs a CUDA device; on a CPU there is --config tiny")
+        return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
         cache = args.cache or Path(empty)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.absolute() / "inductor")
