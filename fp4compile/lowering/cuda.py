@@ -1,7 +1,8 @@
 """The operators on CUDA devices with generated kernels: `torch.ops.fp4_cuda.*`, each a twin of its namesake in `fp4`.
 
 What a kernel does not cover runs the reference on the device, with the same bits: rotations whose size is not the
-format's block, and products with an operand that is neither quantized nor bfloat16.
+format's block, stochastic rounding in 16x16 blocks, and products with an operand that is neither quantized nor
+bfloat16.
 """
 
 from __future__ import annotations

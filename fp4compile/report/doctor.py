@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..lowering import cublas
 from ..lowering.targets import Target, capability_of, target_for
 
 
@@ -65,6 +66,8 @@ def _problems() -> list[str]:
         problems.append("no C++ compiler on PATH: Inductor needs one for CPUs (Debian: apt-get install g++)")
     if "nvfp4" not in {point.name for point in importlib.metadata.entry_points(group="torch_dynamo_backends")}:
         problems.append("backend 'nvfp4' is not registered: install the package (pip install fp4compile)")
+    if torch.version.cuda is not None and torch.cuda.is_available() and not cublas.available():
+        problems.append("PyTorch's cuBLAS was not found: products apply their tensor scales in a pass of their own")
     return problems + compat.self_test()
 
 
