@@ -11,8 +11,9 @@ from torch import fx
 
 from .. import compat
 from . import template
+from .ahead import compile_ahead
 from .compiled import COMPILED
-from .cuda import CUDA, TUNED
+from .cuda import CUDA, IMPLEMENTATIONS, TUNED
 from .targets import has_kernels, target_of
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
@@ -30,8 +31,15 @@ def lower(graph: fx.Graph) -> None:
             elif node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
                 _to_native(node)
             else:
-                node.target = _twins(target_of(_device(node)).lowering).get(node.target, node.target)
+                _to_twin(node)
     graph.lint()
+
+
+def _to_twin(node: fx.Node) -> None:
+    device = _device(node)
+    node.target = _twins(target_of(device).lowering).get(node.target, node.target)
+    if node.target in IMPLEMENTATIONS and node.target is not CUDA[SCALED_MM] and device.type == "cuda":
+        compile_ahead(node, IMPLEMENTATIONS[node.target], device)
 
 
 def _twins(lowering: str) -> dict[Any, Any]:

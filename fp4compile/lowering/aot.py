@@ -108,18 +108,9 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
 
 
 def _compile(kernel: Kernel, capability: tuple[int, int]) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = kernel.function
-    divisible = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned}
-    source = ASTSource(function, dict(kernel.signature), dict(kernel.constants), divisible)
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    options = {**kernel.options, **_launch_options(kernel, capability)}
     # Triton prints the whole PTX when the assembler refuses it; the exception has the assembler's words.
     with contextlib.redirect_stdout(io.StringIO()):
-        return triton.compile(source, target=target, options=options)
+        return kernel.compile(capability, **_launch_options(kernel, capability))
 
 
 def _launch_options(kernel: Kernel, capability: tuple[int, int]) -> dict[str, str]:

@@ -32,6 +32,9 @@ CUDA: dict[Any, Any] = {}
 TUNED: dict[Any, Any] = {}
 """Operator of ``fp4`` -> the twin that measures its configurations, for max-autotune."""
 
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+"""A twin of either kind -> the function that it calls."""
+
 
 def amax(x: Tensor) -> Tensor:
     return amaxes.amax(x)
@@ -152,7 +155,8 @@ def _define(library: Any, twins: dict[Any, Any], operator: Any, implementation: 
     library.define(schema)
     library.impl(name, implementation, "CUDA")
     torch.library.register_fake(f"{library.ns}::{name}", operator, lib=library)
-    twins[operator] = getattr(getattr(torch.ops, library.ns), name).default
+    twin = twins[operator] = getattr(getattr(torch.ops, library.ns), name).default
+    IMPLEMENTATIONS[twin] = implementation
 
 
 for _operator in REFERENCE:

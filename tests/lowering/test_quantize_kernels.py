@@ -159,7 +159,7 @@ def test_the_largest_element_is_found_wherever_it_is() -> None:
         x = torch.ones(8 * 32 * 4).bfloat16()
         x[at] = -3.0
         result = torch.zeros(1)
-        amax.kernel(INTERPRETER, x.dtype, looping).run(2, common.words(x), result.view(torch.int32), 32 * 4)
+        amax.kernel(INTERPRETER, x.dtype, looping).run(2, x, result, 32 * 4)
         assert result.item() == 3.0
 
 
@@ -209,7 +209,7 @@ def run_rows(x: Tensor, seed: Tensor | None, format: common.Format, config: rows
     across = x.shape[1] // BLOCKS[format]
     blocks = x.shape[0] * across
     codes, scales = common.empty_quantized(x, x.shape[0], across, format, tiled)
-    arguments = (common.words(x), *common.scalars(amax_for(x, format), seed, SITE), common.words(codes), scales, blocks)
+    arguments = (x, *common.scalars(amax_for(x, format), seed, SITE), codes, scales, blocks)
     one = rows.kernel(INTERPRETER, x.dtype, format, seed is not None, config, tiled)
     one.run(-(-blocks // (config.threads * config.loop)), *arguments, *((across,) if tiled else ()), 1)
     return codes, scales
@@ -314,7 +314,7 @@ def test_columns_in_every_configuration() -> None:
         codes, scales = common.empty_quantized(x, 24, blocks, "nvfp4")
         one = columns.kernel(INTERPRETER, x.dtype, "nvfp4", False, True, SIGNS, config, shape)
         programs = -(-blocks // config.groups) * -(-units // config.units)
-        one.run(programs, common.words(x), fp4.amax(y), common.words(codes), scales, 70, blocks, units, 1)
+        one.run(programs, x, fp4.amax(y), codes, scales, 70, blocks, units, 1)
         assert_bits((codes, scales.view(torch.float8_e4m3fn)), expected)
 
 
@@ -376,10 +376,10 @@ def test_weights_in_every_configuration() -> None:
     for config in weights.candidates():
         straight = common.empty_quantized(w, 70, tiles, "nvfp4")
         turned = common.empty_quantized(w, 80, groups, "nvfp4")
-        outputs = (common.words(straight[0]), straight[1], common.words(turned[0]), turned[1])
+        outputs = (straight[0], straight[1], turned[0], turned[1])
         programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
         one = weights.kernel(INTERPRETER, w.dtype, True, True, config)
-        one.run(programs, common.words(w), fp4.amax(w), *outputs, 70, groups, tiles, 1)
+        one.run(programs, w, fp4.amax(w), *outputs, 70, groups, tiles, 1)
         for (codes, scales), source in zip((straight, turned), (w, w.t()), strict=True):
             expected = twin(source, fp4.amax(w), None, "nvfp4", square=True)
             assert_bits((codes, scales.view(torch.float8_e4m3fn)), expected)
@@ -415,7 +415,7 @@ def test_every_code_with_every_scale_is_decoded(dtype: torch.dtype, format: comm
     out = torch.empty(bytes_, 512, dtype=dtype)
     config, words = decode.Config(1024, 16), codes.numel() // 4
     one = decode.kernel(INTERPRETER, format, dtype, config)
-    one.run(-(-words // (1024 * 16)), common.words(codes), scales, common.words(out), words)
+    one.run(-(-words // (1024 * 16)), codes, scales, out, words)
     assert_same_numbers(out, fp4.decode(codes, scales.view(SCALE_DTYPES[format]), format, dtype))
 
 
@@ -430,7 +430,7 @@ def test_decoding_of_any_shape(dtype: torch.dtype, format: common.Format) -> Non
             words = codes.numel() // 4
             one = decode.kernel(INTERPRETER, format, dtype, config)
             programs = -(-words // (config.threads * config.loop))
-            one.run(programs, common.words(codes), scales.view(torch.uint8), common.words(out), words)
+            one.run(programs, codes, scales.view(torch.uint8), out, words)
             assert_same_numbers(out, fp4.decode(codes, scales, format, dtype))
         assert_same_numbers(decode.decode(codes, scales, format, dtype), fp4.decode(codes, scales, format, dtype))
 

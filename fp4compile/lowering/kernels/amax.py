@@ -91,7 +91,7 @@ def amax(x: Tensor) -> Tensor:
     config = choose(quads, common.processors_of(x.device))
     with common.on_device_of(x):
         kernel(common.isa_of(x.device), x.dtype, config).run(
-            -(-quads // (config.units * config.loop)), common.words(flat), result.view(torch.int32), quads
+            -(-quads // (config.units * config.loop)), flat, result, quads
         )
     return result
 
@@ -107,6 +107,6 @@ def amax_both(x: Tensor, signs: int, plain: bool = True) -> tuple[Tensor | None,
         programs = -(-groups // (config.groups * config.loop)) * -(-units // config.units)
         with common.on_device_of(x):
             kernel_both(common.isa_of(x.device), x.dtype, plain, signs, config).run(
-                programs, common.words(x), *(output.view(torch.int32) for output in outputs), x.shape[0], units
+                programs, x, *outputs, x.shape[0], units
             )
     return (outputs[0] if plain else None), outputs[-1]

@@ -40,6 +40,7 @@ def choose(tokens: int, units: int, size: int) -> tuple[Config, Shape]:
     return config, "full" if full else "ragged"
 
 
+@functools.cache
 def candidates(tokens: int, units: int, size: int) -> list[tuple[Config, Shape]]:
     """What autotuning tries, the choice first."""
     first = choose(tokens, units, size)
@@ -107,7 +108,7 @@ def quantize(
     codes, scales = common.empty_quantized(x, x.shape[1], blocks, format, tiled, width)
     if blocks and units:
         variant = (common.isa_of(x.device), x.dtype, format, seed is not None, signs is not None, signs or 0)
-        arguments = (common.words(x), *common.scalars(amax, seed, site), common.words(codes), scales)
+        arguments = (x, *common.scalars(amax, seed, site), codes, scales)
         arguments += (x.shape[0], blocks, units, *((-(-blocks // layout.TILE_COLS), width) if tiled else ()), 1)
 
         def launch(choice: tuple[Config, Shape]) -> None:

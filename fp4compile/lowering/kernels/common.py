@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ Format = Literal["nvfp4", "mxfp4"]
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
+@functools.cache
 def isa_of(device: torch.device) -> Isa:
     """The instructions of a device with kernels. On a CPU kernels only run in Triton's interpreter."""
     if device.type == "cpu":
@@ -27,18 +29,14 @@ def isa_of(device: torch.device) -> Isa:
     return isa
 
 
+@functools.cache
 def processors_of(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def words(x: Tensor) -> Tensor:
-    """What a kernel's pointer gets: float32 as it is, two elements of 2 bytes or four codes a byte pair as int32."""
-    return x if x.dtype == torch.float32 else x.view(torch.int32)
-
-
 def element_type(dtype: torch.dtype) -> str:
-    """Triton's pointer type of ``words``."""
+    """Triton's pointer type of a tensor: float32 as it is, two elements of 2 bytes as one int32."""
     return "*fp32" if dtype == torch.float32 else "*i32"
 
 
@@ -85,7 +83,9 @@ def with_scale_dtype(codes: Tensor, scales: Tensor, format: Format) -> tuple[Ten
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def scalar_types(stochastic: bool, format: Format) -> dict[str, str]:

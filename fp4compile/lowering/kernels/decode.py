@@ -26,6 +26,7 @@ def choose() -> Config:
     return Config()
 
 
+@functools.cache
 def candidates() -> list[Config]:
     """What autotuning tries, the choice first."""
     return [choose(), Config(128, 2), Config(64, 4), Config(256, 4)]
@@ -59,7 +60,7 @@ def decode(codes: Tensor, scales: Tensor, format: common.Format, dtype: torch.dt
     count = codes.numel() // 4
     if count:
         isa = common.isa_of(codes.device)
-        arguments = (common.words(codes), scales.view(torch.uint8), common.words(out), count)
+        arguments = (codes, scales, out, count)
 
         def launch(config: Config) -> None:
             kernel(isa, format, dtype, config).run(-(-count // (config.threads * config.loop)), *arguments)

@@ -7,14 +7,22 @@ rows are held. They can be read: ``python -m fp4compile kernels --out DIR`` writ
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import linecache
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
+from contextvars import ContextVar
 from typing import Any
 
 import jinja2
+import torch
+from torch import Tensor
+
+_collected: ContextVar[list[Kernel] | None] = ContextVar("fp4compile_collected", default=None)
+_POINTERS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8, "*fp32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +45,60 @@ class Kernel:
     num_stages: int = 1
     warp_specialize: bool = False
     maxnreg: int | None = None
+    _binaries: dict[tuple[int, tuple[int, ...]], Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def run(self, programs: int, *arguments: Any) -> None:
-        """Launch on the current device, with all arguments but the constants."""
-        self.function[(programs,)](*arguments, **self.constants, **self.options)
+        """Launch on the current device, with all arguments but the constants.
+
+        Of a tensor only the memory counts: it is read as ``signature`` says.
+        """
+        collected = _collected.get()
+        if collected is not None:
+            collected.append(self)
+            return
+        if _is_interpreted(self.function):
+            typed = map(_typed, self.signature.values(), arguments)
+            self.function[(programs,)](*typed, **self.constants, **self.options)
+            return
+        values = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        odd = tuple(at for at in self._aligned_places if values[at] % 16)
+        self._binary(torch.cuda.current_device(), odd)[(programs, 1, 1)](*values, *self.constants.values())
+
+    @functools.cached_property
+    def _aligned_places(self) -> tuple[int, ...]:
+        names = list(self.signature)
+        return tuple(names.index(name) for name in self.aligned)
+
+    def _binary(self, device: int, odd: tuple[int, ...] = ()) -> Any:
+        """The ``triton.compiler.CompiledKernel`` for a device. odd: places of arguments that are not ``aligned``.
+
+        Triton's own dispatcher would find the same from the arguments, at several times the cost of a launch.
+        """
+        found = self._binaries.get((device, odd))
+        if found is None:
+            found = self._binaries[device, odd] = self.compile(torch.cuda.get_device_capability(device), odd)
+        elif isinstance(found, Future):
+            found = self._binaries[device, odd] = found.result()
+        return found
+
+    def compile_in(self, pool: Executor, device: int) -> None:
+        """Begin to compile for a device; the first launch there waits for it."""
+        if (device, ()) not in self._binaries:
+            capability = torch.cuda.get_device_capability(device)
+            self._binaries[device, ()] = pool.submit(self.compile, capability)
+
+    def compile(self, capability: tuple[int, int], odd: tuple[int, ...] = (), **options: Any) -> Any:
+        """The binary for a compute capability; no GPU and no driver is looked for. options: more for Triton."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        divisible = {(at,): [["tt.divisibility", 16]] for at in self._aligned_places if at not in odd}
+        source = ASTSource(self.function, dict(self.signature), dict(self.constants), divisible)
+        target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        return triton.compile(source, target=target, options={**self.options, **options})
 
     @property
     def options(self) -> dict[str, int]:
@@ -52,6 +110,32 @@ class Kernel:
     def function(self) -> Any:
         """The ``triton.JITFunction``, or the interpreter's function where TRITON_INTERPRET=1."""
         return load(self.name, self.source)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Kernel]]:
+    """Inside, ``run`` launches nothing: the kernels are gathered in the list."""
+    found: list[Kernel] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def is_collecting() -> bool:
+    return _collected.get() is not None
+
+
+def _is_interpreted(function: Any) -> bool:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(function, InterpretedFunction)
+
+
+def _typed(kind: str, argument: Any) -> Any:
+    """What Triton's interpreter, which goes by dtypes, gets for an argument."""
+    return argument.view(_POINTERS[kind]) if isinstance(argument, Tensor) else argument
 
 
 @functools.cache

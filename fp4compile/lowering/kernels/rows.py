@@ -31,6 +31,7 @@ def choose(blocks: int, stochastic: bool, processors: int) -> Config:
     return Config(loop=loop if blocks >= 128 * loop * processors * 8 else 1)
 
 
+@functools.cache
 def candidates(blocks: int, stochastic: bool, processors: int) -> list[Config]:
     """What autotuning tries, the choice first."""
     first = choose(blocks, stochastic, processors)
@@ -71,7 +72,7 @@ def quantize(
     blocks = x.shape[0] * across
     if blocks:
         variant = (common.isa_of(x.device), x.dtype, format, seed is not None)
-        arguments = (common.words(x), *common.scalars(amax, seed, site), common.words(codes), scales, blocks)
+        arguments = (x, *common.scalars(amax, seed, site), codes, scales, blocks)
         arguments += (across, 1) if tiled else (1,)
 
         def launch(config: Config) -> None:

@@ -7,6 +7,8 @@ import contextvars
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
+from .kernel import is_collecting
+
 Config = TypeVar("Config")
 
 _active = contextvars.ContextVar("fp4compile_tuning", default=False)
@@ -27,6 +29,10 @@ def launch(kind: Hashable, configs: Sequence[Config], run: Callable[[Config], No
     """``run`` one configuration. ``kind``: all that the fastest depends on: family, variant, shape and device."""
     if not _active.get():
         run(configs[0])
+        return
+    if is_collecting():
+        for config in configs:
+            run(config)
         return
     if kind not in _fastest:
         _fastest[kind] = min(configs, key=lambda config: _milliseconds(lambda: run(config)))

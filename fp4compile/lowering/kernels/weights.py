@@ -32,6 +32,7 @@ def choose() -> Config:
     return Config()
 
 
+@functools.cache
 def candidates() -> list[Config]:
     """What autotuning tries, the choice first."""
     return [choose(), Config(8, 16), Config(4, 16), Config(16, 8)]
@@ -74,12 +75,11 @@ def quantize(
     if groups and tiles:
         variant = (common.isa_of(w.device), w.dtype, rows, turned)
         outputs = [tensor for pair in (row_outputs, turned_outputs) if pair for tensor in pair]
-        outputs[::2] = [common.words(codes) for codes in outputs[::2]]
         sizes = (height, groups, tiles, *((width,) if tiled else ()))
 
         def launch(config: Config) -> None:
             programs = -(-groups // config.groups) * -(-2 * tiles // config.units)
-            kernel(*variant, config, tiled).run(programs, common.words(w), amax, *outputs, *sizes, 1)
+            kernel(*variant, config, tiled).run(programs, w, amax, *outputs, *sizes, 1)
 
         with common.on_device_of(w):
             tuning.launch(("weights", variant, tiled, w.shape, w.device), candidates(), launch)
