@@ -226,6 +226,17 @@ def is_tagged_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether a node of a partitioned backward graph belongs to the forward and is computed there once more."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def result_name(operator: Any, index: int) -> str:
+    """What an operator's schema calls its result ``index``; the index where it has no name."""
+    schema = getattr(operator, "_schema", None)  # higher-order operators have none
+    return (schema.returns[index].name if schema else "") or str(index)
+
+
 def fake_mode(value: Any) -> Any:
     """The fake-tensor mode of a node's ``meta["val"]`` (a tensor or a tuple of them)."""
     return detect_fake_mode(value)

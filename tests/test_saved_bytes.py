@@ -34,7 +34,8 @@ def linear(**changes: Any) -> SavedBytes:
 
 
 def test_a_transformer_saves_these_bytes() -> None:
-    assert transformer() == SavedBytes(bytes=338_968, packed_bytes=36_864, baseline_bytes=433_152)
+    saved = transformer()
+    assert (saved.bytes, saved.packed_bytes, saved.baseline_bytes) == (338_968, 36_864, 433_152)
 
 
 def test_a_transformer_saves_less_than_without_rewriting() -> None:
@@ -87,7 +88,7 @@ def test_with_wgrad_in_bf16_nothing_packed_is_saved() -> None:
 def test_a_graph_without_backward_saves_nothing() -> None:
     with torch.no_grad():
         report = fp4compile.explain(nn.Linear(K, N), models.tokens())
-    assert report.saved_for_backward == SavedBytes(0, 0, 0)
+    assert report.saved_for_backward == SavedBytes(tensors=(), baseline_bytes=0)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

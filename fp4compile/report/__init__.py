@@ -2,5 +2,6 @@
 
 from .explain import explain
 from .report import Report, SavedBytes
+from .saved import SavedTensor
 
-__all__ = ["Report", "SavedBytes", "explain"]
+__all__ = ["Report", "SavedBytes", "SavedTensor", "explain"]

@@ -20,7 +20,7 @@ from ..options import Options, parse_options
 from ..plan import GraphPlan, LeftMatmul, SiteRecord
 from .report import Report, SavedBytes
 from .roofline import Model, Roofline, gpu_named, predict
-from .saved import saved_bytes
+from .saved import SavedTensor, saved_tensors
 
 
 def explain(
@@ -47,14 +47,11 @@ def explain(
     gpu = None if target is None else gpu_named(target)
     captures = _capture(model, args, kwargs, parsed, run=gpu is None)
     baseline = _capture(model, args, kwargs, parsed.without_rewriting(), run=gpu is None)
-    saved = [capture.saved() for capture in captures]
     return Report(
         sites=tuple(_sites(captures)),
         matmuls_left=tuple(_left(captures)),
         saved_for_backward=SavedBytes(
-            bytes=sum(total for total, _ in saved),
-            packed_bytes=sum(packed for _, packed in saved),
-            baseline_bytes=sum(capture.saved()[0] for capture in baseline),
+            tensors=tuple(_saved(captures)), baseline_bytes=sum(one.bytes for one in _saved(baseline))
         ),
         graphs=_graphs(captures),
         roofline=None if gpu is None else _roofline(captures, Model(gpu)),
@@ -95,10 +92,13 @@ class _Capture:
         call = self.plan.call_of(node)
         return f"{call.root}.{call.module}" if len(self.plan.decisions) > 1 and call.root else call.module
 
-    def saved(self) -> tuple[int, int]:
-        if "backward" not in self.graphs:
-            return 0, 0
-        return saved_bytes(self.graphs["forward"], self.graphs["backward"])
+    def kind_of(self, node: fx.Node) -> str:
+        """What the user called where a node comes from (linear, silu ...), "" for nodes of no call."""
+        return "" if self.plan is None or compat.mark_of(node) is None else self.plan.call_of(node).kind
+
+    def saved(self) -> Iterator[SavedTensor]:
+        if "backward" in self.graphs:
+            yield from saved_tensors(self.graphs["forward"], self.graphs["backward"], self.kind_of, self.name_of)
 
 
 def _uninitialized(node: fx.Node) -> Any:
@@ -165,6 +165,11 @@ def _left(captures: list[_Capture]) -> Iterator[LeftMatmul]:
     for capture in captures:
         if capture.plan and capture.plan.outcome:
             yield from capture.plan.outcome.left
+
+
+def _saved(captures: list[_Capture]) -> Iterator[SavedTensor]:
+    for capture in captures:
+        yield from capture.saved()
 
 
 def _roofline(captures: list[_Capture], model: Model) -> Roofline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import graphs
@@ -12,10 +13,12 @@ import pytest
 import torch
 from models import K, N, T, tokens
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import fp4compile
 from fp4compile import Policy, Recipe, Report
 from fp4compile.errors import ConfigError
+from fp4compile.report import SavedTensor
 
 ROLE = {"precision": "nvfp4", "reason": "recipe"}
 
@@ -68,8 +71,19 @@ def test_to_dict_has_exactly_the_documented_form() -> None:
             "reason": "attention's own matmuls stay in high precision",
         }
     ]
-    assert set(found["saved_for_backward"]) == {"bytes", "packed_bytes", "baseline_bytes"}
-    assert all(isinstance(value, int) and value > 0 for value in found["saved_for_backward"].values())
+    saved = found["saved_for_backward"]
+    assert set(saved) == {"bytes", "packed_bytes", "baseline_bytes", "tensors"}
+    assert all(isinstance(saved[name], int) and saved[name] > 0 for name in ("bytes", "packed_bytes", "baseline_bytes"))
+    assert {
+        "what": "linear",
+        "module": "q",
+        "dtype": "float32",
+        "shape": [T, K],
+        "bytes": 4 * T * K,
+        "packed": False,
+        "needed_by": [{"operation": "scaled_dot_product_attention backward", "module": ""}],
+    } in saved["tensors"]
+    assert sum(tensor["bytes"] for tensor in saved["tensors"]) == saved["bytes"]
 
 
 def test_to_dict_is_json() -> None:
@@ -90,6 +104,85 @@ def test_sizes_that_change_are_symbols_in_the_report() -> None:
 def test_sites_are_numbered_through_several_graphs() -> None:
     report = fp4compile.explain(models.Broken(), tokens())
     assert [(site.site, site.fqn) for site in report.sites] == [(0, "first"), (1, "second")]
+
+
+# --- saved for backward
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(K, N, bias=False)
+        self.up = nn.Linear(K, N, bias=False)
+        self.down = nn.Linear(N, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def saved(report: Report) -> dict[tuple[str, str], SavedTensor]:
+    """By what it is and its module; no two are equal in both."""
+    tensors = report.saved_for_backward.tensors
+    found = {(tensor.what, tensor.module): tensor for tensor in tensors}
+    assert len(found) == len(tensors)
+    return found
+
+
+def test_attention_needs_its_operands_and_its_results() -> None:
+    found = saved(attention())
+    backward = ("scaled_dot_product_attention backward", "")
+    for what in (("linear", "q"), ("linear", "k"), ("linear", "v"), ("scaled_dot_product_attention logsumexp", "")):
+        assert found[what].needed_by == (backward,)
+        assert not found[what].packed
+    # which is the input of o too: saved as it is, it is quantized once more for the gradient of o's weight
+    assert set(found["scaled_dot_product_attention output", ""].needed_by) == {backward, ("fp4.rotate", "o")}
+
+
+def test_packed_tensors_are_needed_by_the_gradients_of_all_weights_that_share_the_input() -> None:
+    found = saved(fp4compile.explain(models.seeded(SwiGLU), tokens()))
+    packed = {what: tensor for what, tensor in found.items() if tensor.packed}
+    assert set(packed) == {(f"fp4.quantize {part}", name) for part in ("codes", "scales") for name in ("gate", "down")}
+    for (_, name), tensor in packed.items():
+        layers = {"gate", "up"} if name == "gate" else {"down"}
+        assert set(tensor.needed_by) == {("fp4.scaled_mm", layer) for layer in layers}
+
+
+def test_a_gate_is_needed_by_the_gradient_of_its_activation_and_what_it_gates_by_the_product() -> None:
+    found = saved(fp4compile.explain(models.seeded(SwiGLU).bfloat16(), tokens(dtype=torch.bfloat16)))
+    assert set(found["linear", "gate"].needed_by) == {("silu recomputed", ""), ("silu backward", "")}
+    assert found["linear", "up"].needed_by == (("mul backward", ""),)
+    assert found["linear", "gate"].dtype == "bfloat16"
+    assert found["linear", "gate"].bytes == 2 * T * N
+
+
+def test_the_input_of_a_layer_kept_in_bf16_is_needed_by_its_weights_gradient() -> None:
+    found = saved(fp4compile.explain(models.seeded(SwiGLU), tokens(), options={"policy": Policy(skip=["down"])}))
+    assert found["mul", ""].needed_by == (("mm", "down"),)
+
+
+def test_sizes_that_change_do_not_mix_up_what_reads_a_tensor() -> None:
+    """The forward hands them over behind the tensors, the backward takes them before."""
+    x = tokens()
+    torch._dynamo.mark_dynamic(x, 0)
+    changing, fixed = (fp4compile.explain(models.seeded(SwiGLU), one) for one in (x, tokens()))
+    assert any(isinstance(size, str) for tensor in changing.saved_for_backward.tensors for size in tensor.shape)
+    readers = {what: tensor.needed_by for what, tensor in saved(fixed).items()}
+    found = {what: tensor.needed_by for what, tensor in saved(changing).items() if what in readers}
+    assert found == readers
+
+
+def test_tensors_of_all_graphs_are_listed() -> None:
+    report = fp4compile.explain(models.Broken(), tokens())
+    layers = {module for tensor in report.saved_for_backward.tensors for _, module in tensor.needed_by}
+    assert layers == {"first", "second"}
+
+
+def test_the_printed_report_merges_equal_blocks() -> None:
+    first, second = (fp4compile.explain(models.seeded(models.Transformer, blocks), models.ids()) for blocks in (2, 3))
+    row = re.compile(r"^ linear +layers\.\*\.attn\.q, .* (\d+) +[\d,]+ +[\d.]+%$", re.MULTILINE)
+    assert row.findall(str(first)) == ["6"]
+    assert row.findall(str(second)) == ["9"]
+    assert str(first).index("Saved for backward: ") < str(first).index("Saved for backward\n")
 
 
 # --- graphs
