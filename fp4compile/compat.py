@@ -247,6 +247,11 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def has_hint(size: int | torch.SymInt) -> bool:
+    """False for a size that is only known when the graph runs, such as the count of a mask's elements."""
+    return isinstance(size, int) or bool(size.node.has_hint())
+
+
 def statically_one(size: int | torch.SymInt) -> bool:
     """True for a size known to be 1 without adding a guard."""
     return isinstance(size, int) and size == 1
@@ -337,6 +342,17 @@ def autotunes_products() -> bool:
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
+def compile_pool() -> Any:
+    """Inductor's pool of compiling processes, which has ``submit``; None where Inductor is told to compile alone."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    if get_compile_threads() <= 1:
+        return None
+    _set_triton_ptxas_path()  # as its processes do, and it itself later: Triton's cache is told apart by the assembler
+    return AsyncCompile.process_pool()
+
+
 # --- self test -------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +381,13 @@ def self_test() -> list[str]:
         from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs  # noqa: F401
     except (ImportError, TypeError) as error:
         problems.append(f"templates: {error}")
+    try:
+        from torch._inductor.async_compile import AsyncCompile, get_compile_threads  # noqa: F401
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path  # noqa: F401
+
+        AsyncCompile.process_pool  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        problems.append(f"pool of compiling processes: {error}")
 
     def joint(graph: fx.Graph) -> None:
         mms = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]

@@ -14,15 +14,19 @@ from . import template
 from .ahead import compile_ahead
 from .compiled import COMPILED
 from .cuda import CUDA, IMPLEMENTATIONS, TUNED
+from .emulate import emulate
+from .fold import TILED, fold
 from .targets import has_kernels, target_of
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
-TILED = 9
-"""Where ``tiled`` stands among its arguments."""
+PRODUCTS = (SCALED_MM, torch.ops.fp4.decoded_mm.default)
+"""Operators that do not only launch kernels: cuBLAS does not run on fake tensors."""
 
 
 def lower(graph: fx.Graph) -> None:
     """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
+    fold(graph, lambda device: target_of(device).lowering == "kernels")
+    emulate(graph, [node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if _is_emulated(node)])
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("fp4."):
             if node.target is torch.ops.fp4.anchor.default:  # it has held what it had to in the partition
@@ -35,10 +39,15 @@ def lower(graph: fx.Graph) -> None:
     graph.lint()
 
 
+def _is_emulated(product: fx.Node) -> bool:
+    tiled = len(product.args) > TILED and product.args[TILED]
+    return not tiled and target_of(_device(product)).lowering == "kernels"
+
+
 def _to_twin(node: fx.Node) -> None:
-    device = _device(node)
-    node.target = _twins(target_of(device).lowering).get(node.target, node.target)
-    if node.target in IMPLEMENTATIONS and node.target is not CUDA[SCALED_MM] and device.type == "cuda":
+    device, operator = _device(node), node.target
+    node.target = _twins(target_of(device).lowering).get(operator, operator)
+    if node.target in IMPLEMENTATIONS and operator not in PRODUCTS and device.type == "cuda":
         compile_ahead(node, IMPLEMENTATIONS[node.target], device)
 
 

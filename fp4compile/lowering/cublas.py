@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels.common import on_device_of
+
 _TRANSPOSED, _PLAIN = 1, 0
 _HOST_POINTERS, _DEVICE_POINTERS = 0, 1
 _FLOAT32_REDUCTIONS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: no bf16 between parts of a sum
@@ -27,8 +29,9 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 14}
 
 
 def matmul(a: Tensor, b: Tensor, factors: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """bfloat16 [M, K] and [N, K], rows contiguous -> factor * a @ b^T, [M, N] in bfloat16, float16 or float32.
+    """bfloat16 [M, K] and [N, K] -> factor * a @ b^T, [M, N] in bfloat16, float16 or float32.
 
+    Of each operand rows or columns are contiguous.
     factors: float32 [2] on the same device, the factor and 0 (kernels/factor.py), or None for 1. Accumulated in
     float32, multiplied, rounded once to the result.
     """
@@ -41,20 +44,21 @@ def matmul(a: Tensor, b: Tensor, factors: Tensor | None, out_dtype: torch.dtype)
         return (product if factors is None else product * factors[0]).to(out_dtype)
     out = a.new_empty((m, n), dtype=stored)
     alpha, beta = _scalars(factors)
-    with torch.cuda.device(a.device), _settings(on_device=factors is not None) as handle:
-        # cuBLAS has column-major matrices: out^T = b a^T.
+    (b_by_rows, *b_matrix), (a_by_rows, *a_matrix), (_, *out_matrix) = map(_matrix, (b, a, out))
+    with on_device_of(a), _settings(on_device=factors is not None) as handle:
+        # cuBLAS has column-major matrices, for which rows are columns: out^T = b a^T.
         status = _library().cublasGemmEx(  # type: ignore[union-attr]
             handle,
-            _TRANSPOSED,
-            _PLAIN,
+            _TRANSPOSED if b_by_rows else _PLAIN,
+            _PLAIN if a_by_rows else _TRANSPOSED,
             n,
             m,
             k,
             alpha,
-            *_matrix(b),
-            *_matrix(a),
+            *b_matrix,
+            *a_matrix,
             beta,
-            *_matrix(out),
+            *out_matrix,
             _COMPUTE_FLOAT32,
             _DEFAULT_ALGORITHM,
         )
@@ -75,9 +79,17 @@ def _library() -> ctypes.CDLL | None:
     try:
         # Never another copy of the library: PyTorch's handle means nothing to it.
         mode = os.RTLD_NOLOAD | os.RTLD_NOW
-        return ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}", mode=mode)
+        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}", mode=mode)
     except OSError:
         return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    matrix = (pointer, number, number)
+    library.cublasGemmEx.argtypes = (pointer, *(number,) * 5, pointer, *matrix * 2, pointer, *matrix, number, number)
+    for get in (library.cublasGetPointerMode_v2, library.cublasGetMathMode):
+        get.argtypes = (pointer, ctypes.POINTER(number))
+    for put in (library.cublasSetPointerMode_v2, library.cublasSetMathMode):
+        put.argtypes = (pointer, number)
+    return library
 
 
 def _scalars(factors: Tensor | None) -> tuple[Any, Any]:
@@ -85,20 +97,32 @@ def _scalars(factors: Tensor | None) -> tuple[Any, Any]:
     if factors is None:
         return ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
     assert factors.dtype == torch.float32 and factors.shape == (2,)
-    return ctypes.c_void_p(factors.data_ptr()), ctypes.c_void_p(factors.data_ptr() + factors.itemsize)
+    return factors.data_ptr(), factors.data_ptr() + factors.itemsize
 
 
-def _matrix(tensor: Tensor) -> tuple[ctypes.c_void_p, int, int]:
-    """Pointer, element type and leading dimension, which of a single row may be anything in PyTorch."""
-    return ctypes.c_void_p(tensor.data_ptr()), _TYPES[tensor.dtype], max(tensor.stride(0), tensor.shape[1])
+def takes(x: Tensor) -> bool:
+    """Whether the product reads a matrix as it lies in memory."""
+    return _is_by_rows(x) or _is_by_rows(x.t())
+
+
+def _is_by_rows(x: Tensor) -> bool:
+    # A single row may have any stride in PyTorch, and a single column too.
+    return (x.stride(1) == 1 or x.shape[1] == 1) and (x.stride(0) >= x.shape[1] or x.shape[0] == 1)
+
+
+def _matrix(x: Tensor) -> tuple[bool, int, int, int]:
+    """Whether rows are contiguous; pointer, element type and distance of rows, or else of columns."""
+    by_rows = _is_by_rows(x)
+    stride, length = (x.stride(0), x.shape[1]) if by_rows else (x.stride(1), x.shape[0])
+    return by_rows, x.data_ptr(), _TYPES[x.dtype], max(stride, length)
 
 
 @contextlib.contextmanager
-def _settings(on_device: bool) -> Iterator[ctypes.c_void_p]:
+def _settings(on_device: bool) -> Iterator[int]:
     """PyTorch's handle on the current stream, set to read factors where they are and keep sums in float32; and back."""
     library = _library()
     assert library is not None
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    handle = torch.cuda.current_blas_handle()
     pointers, math = ctypes.c_int(), ctypes.c_int()
     _check(library.cublasGetPointerMode_v2(handle, ctypes.byref(pointers)), "reading the pointer mode")
     _check(library.cublasGetMathMode(handle, ctypes.byref(math)), "reading the math mode")

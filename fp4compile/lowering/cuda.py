@@ -94,6 +94,40 @@ def rotate_quantize(
     return columns.quantize(x.t(), amax, seed, format, site, signs, tiled)
 
 
+def quantize_decoded(
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: Any,
+    block: Sequence[int],
+    rounding: str,
+    site: int,
+) -> Tensor:
+    if block[0] == 1:
+        if x.t().is_contiguous() and not x.is_contiguous():
+            return columns.decoded(x.t(), amax, seed, format, site, None)
+        return rows.decoded(x, amax, seed, format, site)
+    assert amax is not None
+    if seed is not None:
+        return fp4.quantize_decoded(x, amax, seed, format, list(block), rounding, site)
+    return weights.decoded(x, amax)
+
+
+def rotate_quantize_decoded(
+    x: Tensor,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    format: Any,
+    rounding: str,
+    site: int,
+    size: int,
+    signs: int,
+) -> Tensor:
+    if size != BLOCKS[format]:
+        return rows.decoded(fp4.rotate(x, size, signs), amax, seed, format, site)
+    return columns.decoded(x.t(), amax, seed, format, site, signs)
+
+
 def decode(codes: Tensor, scales: Tensor, format: Any, dtype: torch.dtype) -> Tensor:
     return decoding.decode(codes, scales, format, dtype)
 
@@ -115,16 +149,25 @@ def scaled_mm(
         return gemm.launch(a, a_scales, a_amax, b, b_scales, b_amax, a_format, out_dtype)
     if any(x.dtype not in (torch.uint8, torch.bfloat16) for x in (a, b)):
         return fp4.scaled_mm(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
-    left, right = _bfloat16(a, a_scales, a_format), _bfloat16(b, b_scales, b_format)
-    k = min(left.shape[1], right.shape[1])
-    return cublas.matmul(left[:, :k], right[:, :k], factor.factors(a_amax, b_amax), out_dtype)
+    left, right = _values(a, a_scales, a_format), _values(b, b_scales, b_format)
+    return decoded_mm(left, a_amax, right, b_amax, out_dtype)
 
 
-def _bfloat16(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
-    """An operand with contiguous rows."""
-    if scales is not None:
-        return decoding.decode(x, scales, format, torch.bfloat16)
-    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+def _values(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
+    return x if scales is None else decoding.decode(x, scales, format, torch.bfloat16)
+
+
+def decoded_mm(a: Tensor, a_amax: Tensor | None, b: Tensor, b_amax: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    k = min(a.shape[1], b.shape[1])
+    factors = factor.factors(a_amax, b_amax)
+    return cublas.matmul(_operand(a, k), _operand(b, k), factors, out_dtype)
+
+
+def _operand(x: Tensor, k: int) -> Tensor:
+    """The first k columns of an operand, of which rows or columns are contiguous."""
+    if x.shape[1] != k:
+        x = x[:, :k]
+    return x if cublas.takes(x) else x.contiguous()
 
 
 def _checked(operator: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,6 +63,13 @@ def formulas(
     if tiled:
         a_scales, b_scales = _rows_of_tiles(a, a_scales, a_format), _rows_of_tiles(b, b_scales, b_format)
     left, right = _operand(a, a_scales, a_format), _operand(b, b_scales, b_format)
+    return product(left, a_amax, right, b_amax, out_dtype)
+
+
+def product(
+    left: Tensor, a_amax: Tensor | None, right: Tensor, b_amax: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Of float32 [M, K] and [N, K], K the shorter of the two, times the factor of the tensor scales."""
     k = min(left.shape[1], right.shape[1])
     out = left[:, :k] @ right[:, :k].t()
     factor = nvfp4.gemm_factor(a_amax, b_amax)
@@ -108,14 +115,18 @@ def _check(
 ) -> None:
     _check_operand("a", a, a_scales, a_amax, a_format, tiled)
     _check_operand("b", b, b_scales, b_amax, b_format, tiled)
+    check_product("scaled_mm", _k(a, a_scales, a_format), _k(b, b_scales, b_format), out_dtype)
+
+
+def check_product(op: str, k_a: int, k_b: int, out_dtype: torch.dtype) -> None:
+    """What products of any operands need."""
     if out_dtype not in INPUT_DTYPES:
         raise UnsupportedDtypeError(
-            f"fp4::scaled_mm: out_dtype is {out_dtype}; one of torch.bfloat16, float16 and float32 is needed"
+            f"fp4::{op}: out_dtype is {out_dtype}; one of torch.bfloat16, float16 and float32 is needed"
         )
-    k_a, k_b = _k(a, a_scales, a_format), _k(b, b_scales, b_format)
     if abs(k_a - k_b) >= WIDEST_BLOCK:
         raise ConfigError(
-            f"fp4::scaled_mm: a has K = {k_a} and b has K = {k_b}; both are [rows, K], and only padding, "
+            f"fp4::{op}: a has K = {k_a} and b has K = {k_b}; both are [rows, K], and only padding, "
             f"less than {WIDEST_BLOCK}, may differ"
         )
 

@@ -68,6 +68,52 @@ def test_quantize_takes_every_layout(view: str, tiled: bool) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
+def test_decoded_values_are_those_of_the_codes_in_every_layout(view: str) -> None:
+    x = VIEWS[view](matrix())
+    amax = fp4.amax(x)
+    for how in (
+        (amax, None, "nvfp4", [1, 16], "nearest", 0),
+        (amax, SEED, "nvfp4", [1, 16], "stochastic", 7),
+        (amax, None, "nvfp4", [16, 16], "nearest", 0),
+        (amax, SEED, "nvfp4", [16, 16], "stochastic", 7),
+        (None, SEED, "mxfp4", [1, 32], "stochastic", 7),
+    ):
+        found = cuda.quantize_decoded(x, *how)
+        assert found.is_contiguous()
+        same([found], [fp4.decode(*fp4.quantize(x, *how), how[2], torch.bfloat16)])
+    for size in (16, 32):
+        for format, scale in (("nvfp4", amax), ("mxfp4", None)):
+            turning = (scale, SEED, format, "stochastic", 3, size, SIGNS)
+            found = cuda.rotate_quantize_decoded(x, *turning)
+            assert found.is_contiguous()
+            same([found], [fp4.decode(*fp4.rotate_quantize(x, *turning), format, torch.bfloat16)])
+
+
+def test_a_product_of_values_reads_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows or columns that are contiguous; what cuBLAS cannot read is copied, and longer operands are cut."""
+    calls: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def matmul(a: Tensor, b: Tensor, factors: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        assert cublas.takes(a) and cublas.takes(b)
+        calls.append((a, b, factors))
+        product = a.float() @ b.float().t()
+        return (product if factors is None else product * factors[0]).to(out_dtype)
+
+    monkeypatch.setattr(cublas, "matmul", matmul)
+    a, b, amax = matrix(33, 48), matrix(17, 64), torch.tensor(3.0)
+    turned = b.t().contiguous().t()
+    for left, right in ((a, b), (a, turned), (a[:, :40], b[:, ::2])):
+        for amaxes in ((amax, None), (None, None), (amax, amax)):
+            found = cuda.decoded_mm(left, amaxes[0], right, amaxes[1], torch.bfloat16)
+            assert_same(found, fp4.decoded_mm(left, amaxes[0], right, amaxes[1], torch.bfloat16))
+            assert calls[-1][0].data_ptr() == left.data_ptr()
+            assert (calls[-1][1].data_ptr() == right.data_ptr()) == (right.stride() != (64, 2))
+            assert (calls[-1][2] is None) == (amaxes == (None, None))
+    codes = (*fp4.quantize(a, amax, None, "nvfp4", [1, 16], "nearest", 0), amax, "nvfp4", b[:, :48], None, None, "bf16")
+    assert_same(cuda.scaled_mm(*codes, torch.float32), fp4.scaled_mm(*codes, torch.float32))
+
+
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("size", [8, 16, 32, 64])
 def test_rotation_takes_every_layout_and_size(view: str, size: int) -> None:
     x = VIEWS[view](matrix())
@@ -151,12 +197,18 @@ def test_too_many_columns_are_refused() -> None:
 def test_a_single_row_has_a_leading_dimension_that_cublas_takes() -> None:
     row = torch.randn(7, 1).bfloat16().t()
     assert row.stride(0) == 1
-    assert cublas._matrix(row)[2] == 7
+    assert cublas._matrix(row)[3] == 7
 
 
 CANDIDATES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "rows": (rows, lambda: cuda.quantize(matrix(), torch.tensor(3.0), SEED, "nvfp4", [1, 16], "stochastic", 1)),
     "columns": (columns, lambda: columns.quantize(matrix(), torch.tensor(3.0), SEED, "nvfp4", 1, SIGNS)),
+    "decoded rows": (
+        rows,
+        lambda: (cuda.quantize_decoded(matrix(), torch.tensor(3.0), None, "nvfp4", [1, 16], "nearest", 1),),
+    ),
+    "decoded columns": (columns, lambda: (columns.decoded(matrix(), torch.tensor(3.0), SEED, "nvfp4", 1, SIGNS),)),
+    "decoded weights": (weights, lambda: (weights.decoded(matrix(), torch.tensor(3.0)),)),
     "weights": (weights, lambda: weights.quantize(matrix(), torch.tensor(3.0), True, True)),
     "decode": (
         decode,
@@ -186,5 +238,5 @@ def test_every_configuration_gives_the_same_bytes(family: str, monkeypatch: pyte
 
 
 def _configs(module: Any, family: str) -> list[Any]:
-    arguments = {"rows": (99, True, 1), "columns": (33, 6, 16), "weights": (), "decode": ()}[family]
+    arguments = {"rows": (99, True, 1), "columns": (33, 6, 16), "weights": (), "decode": ()}[family.split()[-1]]
     return module.candidates(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -28,20 +29,24 @@ def isa_of(arch: str) -> Isa:
 
 
 @functools.cache
-def compiled_rows(arch: str, format: common.Format, stochastic: bool, dtype: torch.dtype = torch.bfloat16) -> Compiled:
+def compiled_rows(
+    arch: str, format: common.Format, stochastic: bool, dtype: torch.dtype = torch.bfloat16, decoded: bool = False
+) -> Compiled:
+    config = rows.choose(MANY, stochastic, 132)
     return aot.compile_kernel(
-        rows.kernel(isa_of(arch), dtype, format, stochastic, rows.choose(MANY, stochastic, 132)), arch
+        rows.kernel(isa_of(arch), dtype, format, stochastic, config, decoded=decoded),
+        arch,
     )
 
 
 @functools.cache
 def compiled_columns(
-    arch: str, format: common.Format, stochastic: bool, dtype: torch.dtype = torch.bfloat16
+    arch: str, format: common.Format, stochastic: bool, dtype: torch.dtype = torch.bfloat16, decoded: bool = False
 ) -> Compiled:
     """Rotated, with masks."""
-    config, shape = columns.choose(2**14 - 1, 2**10, 16)
+    config, shape = columns.choose(2**14 - 1, 2**10, 16, decoded)
     native = isa_of(arch).matmul == "block_scaled"
-    one = columns.kernel(isa_of(arch), dtype, format, stochastic, True, SIGNS, config, shape, tiled=native)
+    one = columns.kernel(isa_of(arch), dtype, format, stochastic, True, SIGNS, config, shape, native, decoded)
     return aot.compile_kernel(one, arch)
 
 
@@ -81,6 +86,15 @@ def test_what_needs_most_registers_spills_none(arch: str) -> None:
     assert_no_spill(compiled_columns(arch, "nvfp4", True))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_values_of_columns_spill_no_registers(stochastic: bool, arch: str) -> None:
+    """At most 96: of 5 programs on a multiprocessor."""
+    compiled = compiled_columns(arch, "nvfp4", stochastic, decoded=True)
+    assert compiled.registers <= 96
+    assert_no_spill(compiled)
+
+
 def test_weights_in_both_layouts_spill_no_registers() -> None:
     assert_no_spill(compiled_weights("sm_90"))
 
@@ -106,6 +120,9 @@ def test_no_kernel_of_another_dtype_spills_registers(dtype: torch.dtype) -> None
     for format in FORMATS:
         assert_no_spill(compiled_rows("sm_90", format, True, dtype))
         assert_no_spill(compiled_columns("sm_90", format, True, dtype))
+        assert_no_spill(compiled_rows("sm_90", format, True, dtype, decoded=True))
+        assert_no_spill(compiled_columns("sm_90", format, True, dtype, decoded=True))
+    assert_no_spill(decoded_weights("sm_90", dtype))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -122,6 +139,35 @@ def test_rows_are_read_by_16_bytes_and_stay_in_their_thread(format: common.Forma
     assert found["global loads"] == compiled.opcodes["LDG.E.128"] + others
     assert found["global stores"] == 2  # codes, scale
     stays_in_its_thread(compiled)
+    assert_no_spill(compiled)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_are_written_by_16_bytes_from_their_thread(format: common.Format) -> None:
+    size = {"nvfp4": 16, "mxfp4": 32}[format]
+    of_rows = compiled_rows("sm_90", format, False, decoded=True)
+    of_columns = compiled_columns("sm_90", format, True, decoded=True)
+    for compiled, elements in ((of_rows, size), (of_columns, 64)):
+        found = counts(compiled)
+        assert found["global stores"] == compiled.opcodes["STG.E.128"] == elements * 2 // 16
+        products = [n for opcode, n in compiled.opcodes.items() if re.fullmatch(r"H(MUL|FMA)2\..*BF16_V2", opcode)]
+        assert sum(products) == elements // 2
+        if not (BEFORE_3_7 and format == "mxfp4" and compiled is of_columns):  # Triton 3.6 moves what it stores there
+            stays_in_its_thread(compiled)
+
+
+@functools.cache
+def decoded_weights(arch: str, dtype: torch.dtype = torch.bfloat16) -> Compiled:
+    return aot.compile_kernel(
+        weights.kernel(isa_of(arch), dtype, True, False, weights.choose(), decoded=True),
+        arch,
+    )
+
+
+def test_values_of_weights_are_written_by_16_bytes() -> None:
+    compiled = decoded_weights("sm_90")
+    assert counts(compiled)["global stores"] == compiled.opcodes["STG.E.128"] == 16
+    stays_in_its_thread(compiled, shuffles=1)
     assert_no_spill(compiled)
 
 

@@ -20,7 +20,7 @@ from fp4compile.formats.rotation import SIGNS
 from fp4compile.lowering.aot import CAPABILITIES
 from fp4compile.lowering.kernels import Kernel, all_kernels, amax, columns, common, decode, rows, weights
 from fp4compile.lowering.kernels.kernel import _environment
-from fp4compile.lowering.targets import AMPERE, INTERPRETER
+from fp4compile.lowering.targets import AMPERE, INTERPRETER, ISAS
 from fp4compile.ops.library import BLOCKS, SCALE_DTYPES
 
 fp4 = torch.ops.fp4
@@ -435,6 +435,110 @@ def test_decoding_of_any_shape(dtype: torch.dtype, format: common.Format) -> Non
         assert_same_numbers(decode.decode(codes, scales, format, dtype), fp4.decode(codes, scales, format, dtype))
 
 
+# --- values instead of codes -----------------------------------------------------------------------------------------
+
+
+def decoded_twin(x: Tensor, amax_: Tensor | None, seed: Tensor | None, format: str, square: bool = False) -> Tensor:
+    """What the operators make of x, blocks along its last dimension."""
+    return fp4.decode(*twin(x, amax_, seed, format, square), format, torch.bfloat16)
+
+
+def check_decoded_columns(x: Tensor, seed: Tensor | None, format: common.Format, signs: int | None) -> None:
+    y = rotated(x, format, signs)
+    amax_ = amax_for(y, format)
+    found = columns.decoded(x, amax_, seed, format, SITE, signs)
+    assert found.is_contiguous()
+    assert_same_numbers(found, decoded_twin(y, amax_, seed, format))
+
+
+@of_dtypes
+@of_formats
+@seeded
+def test_decoded_rows(seed: Tensor | None, format: common.Format, dtype: torch.dtype) -> None:
+    matrices = [values(*shape, dtype) for shape in ((17, 40), (1, 1), (129, 16), *EMPTY)]
+    for x in (*matrices, *laid_out(matrices[0]).values()):
+        amax_ = amax_for(x, format)
+        assert_same_numbers(rows.decoded(x, amax_, seed, format, SITE), decoded_twin(x, amax_, seed, format))
+
+
+@of_dtypes
+@of_formats
+@seeded
+@pytest.mark.parametrize("signs", [None, SIGNS], ids=["plain", "rotated"])
+def test_decoded_columns(signs: int | None, seed: Tensor | None, format: common.Format, dtype: torch.dtype) -> None:
+    """Every kernel with a ragged shape, and one more shape each in turn."""
+    case = DTYPES.index(dtype) + 3 * FORMATS.index(format) + 6 * (seed is None) + 12 * (signs is None)
+    for shape in ((17, 7), COLUMN_SHAPES[case % len(COLUMN_SHAPES)], EMPTY[case % len(EMPTY)]):
+        check_decoded_columns(values(*shape, dtype), seed, format, signs)
+
+
+@of_formats
+def test_decoded_columns_of_whole_programs_have_no_masks(format: common.Format) -> None:
+    size, per_unit = BLOCKS[format], columns.columns_of(format, torch.bfloat16, decoded=True)
+    config, shape = columns.choose(size * 8, 16, size, decoded=True)
+    assert (config, shape) == (columns.Config(8, 16), "full")
+    how = (False, True, SIGNS, config, shape)
+    source = columns.kernel(INTERPRETER, torch.bfloat16, format, *how, decoded=True).source
+    assert "mask=" not in source
+    check_decoded_columns(values(size * 8, per_unit * 16, torch.bfloat16), None, format, SIGNS)
+
+
+@of_dtypes
+def test_decoded_weights(dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (17, 40), (129, 16), (80, 272), *EMPTY):
+        w = values(*shape, dtype)
+        for x in (w, w.t()) if shape == (17, 40) else (w,):
+            assert_same_numbers(weights.decoded(x, fp4.amax(x)), decoded_twin(x, fp4.amax(x), None, "nvfp4", True))
+
+
+def test_decoded_values_in_every_configuration() -> None:
+    x = values(70, 64, torch.bfloat16)
+    amax_ = fp4.amax(x)
+    expected = decoded_twin(x, amax_, SEED, "nvfp4")
+    for config in rows.candidates(280, True, 132):
+        found = torch.empty(70, 64, dtype=torch.bfloat16)
+        one = rows.kernel(INTERPRETER, x.dtype, "nvfp4", True, config, decoded=True)
+        one.run(-(-280 // (config.threads * config.loop)), x, amax_, SEED, SITE, found, 280, 1)
+        assert_same_numbers(found, expected)
+    expected = decoded_twin(rotated(x, "nvfp4", SIGNS), amax_, None, "nvfp4")
+    for choice in columns.candidates(70, 16, 16, decoded=True):
+        found = torch.empty(64, 80, dtype=torch.bfloat16)
+        one = columns.kernel(INTERPRETER, x.dtype, "nvfp4", False, True, SIGNS, *choice, decoded=True)
+        programs = -(-5 // choice[0].groups) * -(-16 // choice[0].units)
+        one.run(programs, x, amax_, found, 70, 5, 16, 1)
+        assert_same_numbers(found, expected)
+    expected = decoded_twin(x, amax_, None, "nvfp4", square=True)
+    for shape in weights.candidates():
+        found = torch.empty(70, 64, dtype=torch.bfloat16)
+        one = weights.kernel(INTERPRETER, x.dtype, True, False, shape, decoded=True)
+        one.run(-(-5 // shape.groups) * -(-8 // shape.units), x, amax_, found, 70, 5, 4, 1)
+        assert_same_numbers(found, expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@of_formats
+def test_nonfinite_elements_are_seen_in_values(format: common.Format, value: float) -> None:
+    """NaN in all of their block; of an amax that is NaN everywhere."""
+    x = values(16, 72, torch.bfloat16)
+    x[5, 70] = value
+    for amax_ in (torch.tensor(100.0), torch.tensor(torch.nan)) if format == "nvfp4" else (None,):
+        expected = decoded_twin(x, amax_, None, format)
+        assert expected.isnan().any() == (format == "mxfp4" or value != value or bool(amax_.isnan()))
+        assert_same_numbers(rows.decoded(x, amax_, None, format, SITE), expected)
+        found = columns.decoded(x, amax_, None, format, SITE, None)
+        assert_same_numbers(found, decoded_twin(x.t(), amax_, None, format))
+        if format == "nvfp4":
+            assert_same_numbers(weights.decoded(x, amax_), decoded_twin(x, amax_, None, format, square=True))
+
+
+@pytest.mark.parametrize("capability", ISAS)
+def test_values_are_rendered_for_every_target(capability: tuple[int, int]) -> None:
+    """Also where codes are made by a conversion."""
+    for stochastic in (False, True):
+        source = rows.kernel(ISAS[capability], torch.bfloat16, "nvfp4", stochastic, rows.Config(), decoded=True).source
+        assert ("def decoded(" in source) == ("e2m1x" in source)
+
+
 # --- any values ------------------------------------------------------------------------------------------------------
 
 fewer = settings(max_examples=6)
@@ -470,6 +574,16 @@ def test_columns_of_any_values(x: Tensor, format: common.Format, seed: Tensor | 
 @given(matrix.matrices(**options))
 def test_weights_of_any_values(w: Tensor) -> None:
     check_weights(w, (True, True))
+
+
+@fewer
+@given(matrix.matrices(**options), st.sampled_from(FORMATS), any_seed, st.sampled_from((None, SIGNS)))
+def test_decoded_values_of_any_values(x: Tensor, format: common.Format, seed: Tensor | None, signs: int | None) -> None:
+    amax_ = amax_for(x, format)
+    assert_same_numbers(rows.decoded(x, amax_, seed, format, SITE), decoded_twin(x, amax_, seed, format))
+    check_decoded_columns(x, seed, format, signs)
+    expected = decoded_twin(x, fp4.amax(x), None, "nvfp4", square=True)
+    assert_same_numbers(weights.decoded(x, fp4.amax(x)), expected)
 
 
 @pytest.mark.parametrize("amax_", [0.0, 2.0**-149, 1e-36, 1e-20, 3e38, torch.inf, torch.nan])
@@ -577,7 +691,10 @@ def test_the_choice_is_the_first_candidate_and_none_is_twice() -> None:
             [rows.choose(n, s, p), *rows.candidates(n, s, p)]
             for n, s, p in itertools.product(SIZES, (0, 1), PROCESSORS)
         ),
-        *([columns.choose(n, 64, size), *columns.candidates(n, 64, size)] for n, size in ((256, 16), (257, 32))),
+        *(
+            [columns.choose(n, 64, size, decoded), *columns.candidates(n, 64, size, decoded)]
+            for n, size, decoded in ((256, 16, False), (257, 32, False), (256, 16, True), (257, 32, True))
+        ),
         [weights.choose(), *weights.candidates()],
         [decode.choose(), *decode.candidates()],
     ]
@@ -591,6 +708,8 @@ def test_kernels_of_an_architecture(arch: str) -> None:
     """Names tell them apart, and the signature is the function's."""
     found = [kernel for kernel in all_kernels(arch) if not kernel.family.startswith("gemm")]
     assert len({kernel.name for kernel in found}) == len(found) >= 19
+    decoded = [kernel for kernel in found if kernel.name.endswith("_decoded")]
+    assert len(decoded) == (0 if ISAS[CAPABILITIES[arch]].matmul == "block_scaled" else 13)
     for kernel in found:
         assert f"def {kernel.name}(" in kernel.source
         assert set(kernel.constants) == {name for name, type in kernel.signature.items() if type == "constexpr"}

@@ -9,6 +9,7 @@ from fp4compile.formats import noise, rotation
 
 fp4 = torch.ops.fp4
 SEED = torch.tensor(9)
+HOW = ("nvfp4", (1, 16), "nearest", 0)
 SHAPES = [(33, 72), (16, 16), (1, 1)]
 
 
@@ -42,6 +43,14 @@ def calls(x):
     quantized, plain = (packed, scales, amax, "nvfp4"), (x, None, None, "bf16")
     yield fp4.scaled_mm, (*quantized, *quantized, torch.bfloat16)
     yield fp4.scaled_mm, (*plain, mx_packed, mx_scales, None, "mxfp4", torch.float32)
+    yield fp4.quantize_decoded, (x, amax, SEED, "nvfp4", (1, 16), "stochastic", 4)
+    yield fp4.quantize_decoded, (x, amax, None, "nvfp4", (16, 16), "nearest", 0)
+    yield fp4.quantize_decoded, (x, None, None, "mxfp4", (1, 32), "nearest", 0)
+    yield fp4.rotate_quantize_decoded, (x, amax, SEED, "nvfp4", "stochastic", 5, 16, rotation.SIGNS)
+    yield fp4.rotate_quantize_decoded, (x, None, None, "mxfp4", "nearest", 0, 16, 0)
+    values = x.to(torch.bfloat16)
+    yield fp4.decoded_mm, (values, amax, values.clone(), None, torch.float32)
+    yield fp4.decoded_mm, (values, amax, fp4.quantize_decoded(x, amax, None, *HOW), amax, torch.bfloat16)
 
 
 CALLS = [
@@ -125,6 +134,8 @@ def test_unsupported_dtypes_name_the_cast(dtype):
         lambda: fp4.amax(x),
         lambda: fp4.rotate(x, 16, 0),
         lambda: fp4.quantize(x, amax, None, "nvfp4", (1, 16), "nearest", 0),
+        lambda: fp4.quantize_decoded(x, amax, None, *HOW),
+        lambda: fp4.rotate_quantize_decoded(x, amax, None, "nvfp4", "nearest", 0, 16, 0),
         lambda: fp4.scaled_mm(x, None, None, "bf16", x, None, None, "bf16", torch.float32),
     ):
         with pytest.raises(UnsupportedDtypeError, match=r"cast it to torch\.bfloat16"):
@@ -162,9 +173,12 @@ MX_PACKED, MX_SCALES = mxfp4(X)
 def test_quantize_refuses(arguments, message):
     with pytest.raises(ConfigError, match=message):
         fp4.quantize(*arguments)
-    meta = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments)
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
     with pytest.raises(ConfigError, match=message):
         fp4.quantize(*meta)
+    for given in (arguments, meta):
+        with pytest.raises(ConfigError, match=message):
+            fp4.quantize_decoded(*given)
 
 
 def test_stochastic_rounding_refuses_more_elements_than_noise():
@@ -224,3 +238,38 @@ def test_scaled_mm_refuses(a, b, message):
 def test_scaled_mm_refuses_an_output_dtype():
     with pytest.raises(UnsupportedDtypeError, match=r"out_dtype is torch\.float64"):
         fp4.scaled_mm(*QUANTIZED, *QUANTIZED, torch.float64)
+
+
+VALUES = X.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((X, AMAX, VALUES, AMAX, torch.float32), UnsupportedDtypeError, r"a is torch\.float32; decoded values"),
+        ((VALUES, AMAX, PACKED, AMAX, torch.float32), UnsupportedDtypeError, r"b is torch\.uint8; decoded values"),
+        ((VALUES, AMAX, VALUES[0], AMAX, torch.float32), ConfigError, r"b has shape \[32\]; a 2-D"),
+        ((VALUES, AMAX.half(), VALUES, AMAX, torch.float32), ConfigError, "a_amax has shape .*float16"),
+        ((VALUES, AMAX, VALUES, AMAX[None], torch.float32), ConfigError, r"b_amax has shape \[1\]"),
+        ((VALUES, AMAX, VALUES.t(), AMAX, torch.float32), None, None),
+        ((VALUES[:, :1], AMAX, VALUES.repeat(1, 2), AMAX, torch.float32), ConfigError, "a has K = 1 and b has K = 64"),
+        ((VALUES, AMAX, VALUES, AMAX, torch.float64), UnsupportedDtypeError, r"out_dtype is torch\.float64"),
+    ],
+)
+def test_decoded_mm_refuses(arguments, error, message):
+    """But not K that differ by padding only."""
+    for given in (arguments, [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]):
+        if error is None:
+            assert fp4.decoded_mm(*given).shape == (16, 32)
+            continue
+        with pytest.raises(error, match=message):
+            fp4.decoded_mm(*given)
+
+
+def test_rotate_quantize_decoded_refuses():
+    for arguments, message in (
+        ((X, AMAX, None, "nvfp4", "nearest", 0, 12, 0), "size is 12"),
+        ((X, None, None, "nvfp4", "nearest", 0, 16, 0), "needs the amax"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fp4.rotate_quantize_decoded(*arguments)

@@ -24,6 +24,9 @@ def all_kernels(arch: str) -> list[Kernel]:
 
     isa = ISAS[capability_of_architecture(arch)]
     native = isa.matmul == "block_scaled"
+    emulated = (
+        (False,) if native else (False, True)
+    )  # whether values are written: where products are of decoded operands
     x = torch.bfloat16
     many = 2**20
     result = [
@@ -36,10 +39,12 @@ def all_kernels(arch: str) -> list[Kernel]:
     ]
     for format, stochastic in itertools.product(("nvfp4", "mxfp4"), (False, True)):
         size = 32 if format == "mxfp4" else 16
-        result.append(rows.kernel(isa, x, format, stochastic, rows.choose(many * 64, stochastic, 132), native))
-        for shape, tokens in (("full", 2**14), ("ragged", 2**14 - 1)):
-            config, found = columns.choose(tokens, 2**10, size)
+        loops = rows.choose(many * 64, stochastic, 132)
+        result += [rows.kernel(isa, x, format, stochastic, loops, native, decoded) for decoded in emulated]
+        for (shape, tokens), decoded in itertools.product((("full", 2**14), ("ragged", 2**14 - 1)), emulated):
+            config, found = columns.choose(tokens, 2**10, size, decoded)
             assert found == shape
-            result.append(columns.kernel(isa, x, format, stochastic, True, SIGNS, config, found, native))
+            result.append(columns.kernel(isa, x, format, stochastic, True, SIGNS, config, found, native, decoded))
     result += [decode.kernel(isa, format, x, decode.choose()) for format in ("nvfp4", "mxfp4")]
+    result += [weights.kernel(isa, x, True, False, weights.choose(), decoded=True) for decoded in emulated if decoded]
     return result + gemm.kernels(isa, arch)

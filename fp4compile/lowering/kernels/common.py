@@ -77,6 +77,19 @@ def empty_quantized(
     return codes, make(layout.tiles_shape(rows, blocks), dtype=torch.uint8)
 
 
+def output_types(decoded: bool, prefix: str = "") -> dict[str, str]:
+    """Types of the pointers that a quantization kernel writes to: codes and scales, or two values a word."""
+    if decoded:
+        return {f"{prefix}values_ptr": "*i32"}
+    return {f"{prefix}codes_ptr": "*i32", f"{prefix}scales_ptr": "*u8"}
+
+
+def suffix(tiled: bool, decoded: bool) -> str:
+    """What tells the names of a quantization kernel's variants apart; no kernel is both."""
+    assert not (tiled and decoded)
+    return "_decoded" if decoded else "_tiled" if tiled else ""
+
+
 def with_scale_dtype(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return codes, scales.view(SCALE_DTYPES[format])
 

@@ -1,12 +1,13 @@
 """Quantization along rows: one thread, one block; x is read once, nothing else is.
 
-Twin: ``fp4compile.formats.nvfp4.quantize`` and ``mxfp4.quantize``, of 1 x B blocks.
+Twin: ``fp4compile.formats.nvfp4.quantize`` and ``mxfp4.quantize``, of 1 x B blocks; ``decode`` of what they give.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,24 @@ def candidates(blocks: int, stochastic: bool, processors: int) -> list[Config]:
 
 @functools.cache
 def kernel(
-    isa: Isa, dtype: torch.dtype, format: common.Format, stochastic: bool, config: Config, tiled: bool = False
+    isa: Isa,
+    dtype: torch.dtype,
+    format: common.Format,
+    stochastic: bool,
+    config: Config,
+    tiled: bool = False,
+    decoded: bool = False,
 ) -> Kernel:
-    """tiled: scales in tiles of 128 x 4 (formats/layout.py) instead of row-major."""
+    """tiled: scales in tiles of 128 x 4 (formats/layout.py) instead of row-major.
+
+    decoded: values are written instead of codes and scales.
+    """
     rounding = "stochastic" if stochastic else "nearest"
-    name = f"quantize_rows_{format}_{rounding}_{common.DTYPES[dtype]}{'_tiled' if tiled else ''}"
-    values = {"isa": isa, "dtype": common.DTYPES[dtype], "format": format, "rounding": rounding, "tiled": tiled}
+    name = f"quantize_rows_{format}_{rounding}_{common.DTYPES[dtype]}{common.suffix(tiled, decoded)}"
+    values = {"isa": isa, "dtype": common.DTYPES[dtype], "format": format, "rounding": rounding}
+    values |= {"tiled": tiled, "decoded": decoded}
     signature = {"x_ptr": common.element_type(dtype), **common.scalar_types(stochastic, format)}
-    signature |= {"codes_ptr": "*i32", "scales_ptr": "*u8", "blocks": "i32"}
+    signature |= {**common.output_types(decoded), "blocks": "i32"}
     signature |= {"across": "i32"} if tiled else {}
     signature |= {"one": "i32", "N": "constexpr", "LOOP": "constexpr"}
     return Kernel(
@@ -56,7 +67,7 @@ def kernel(
         source=render("rows.py.jinja", name=name, **values),
         signature=signature,
         constants={"N": config.threads, "LOOP": config.loop},
-        aligned=("x_ptr", "codes_ptr", "scales_ptr", "blocks"),
+        aligned=("x_ptr", *common.output_types(decoded), "blocks"),
         num_warps=config.threads // 32,
     )
 
@@ -65,21 +76,42 @@ def quantize(
     x: Tensor, amax: Tensor | None, seed: Tensor | None, format: common.Format, site: int, tiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """[R, C] bfloat16, float16 or float32 -> as ``fp4::quantize`` with 1 x B blocks."""
-    size = BLOCKS[format]
-    x = common.padded(x, size)
-    across = x.shape[1] // size
-    codes, scales = common.empty_quantized(x, x.shape[0], across, format, tiled)
+    x = common.padded(x, BLOCKS[format])
+    across = x.shape[1] // BLOCKS[format]
+    outputs = common.empty_quantized(x, x.shape[0], across, format, tiled)
+    _launch(x, common.scalars(amax, seed, site), outputs, format, seed is not None, tiled)
+    return common.with_scale_dtype(*outputs, format)
+
+
+def decoded(x: Tensor, amax: Tensor | None, seed: Tensor | None, format: common.Format, site: int) -> Tensor:
+    """[R, C] bfloat16, float16 or float32 -> bfloat16 [R, nb * B], what ``quantize`` gives decoded."""
+    x = common.padded(x, BLOCKS[format])
+    values = x.new_empty(x.shape, dtype=torch.bfloat16)
+    _launch(x, common.scalars(amax, seed, site), (values,), format, seed is not None, decoded=True)
+    return values
+
+
+def _launch(
+    x: Tensor,
+    scalars: tuple[Any, ...],
+    outputs: tuple[Tensor, ...],
+    format: common.Format,
+    stochastic: bool,
+    tiled: bool = False,
+    decoded: bool = False,
+) -> None:
+    """x: of whole blocks, contiguous."""
+    across = x.shape[1] // BLOCKS[format]
     blocks = x.shape[0] * across
-    if blocks:
-        variant = (common.isa_of(x.device), x.dtype, format, seed is not None)
-        arguments = (x, *common.scalars(amax, seed, site), codes, scales, blocks)
-        arguments += (across, 1) if tiled else (1,)
+    if not blocks:
+        return
+    variant = (common.isa_of(x.device), x.dtype, format, stochastic)
+    arguments = (x, *scalars, *outputs, blocks, *((across,) if tiled else ()), 1)
 
-        def launch(config: Config) -> None:
-            programs = -(-blocks // (config.threads * config.loop))
-            kernel(*variant, config, tiled).run(programs, *arguments)
+    def launch(config: Config) -> None:
+        programs = -(-blocks // (config.threads * config.loop))
+        kernel(*variant, config, tiled, decoded).run(programs, *arguments)
 
-        with common.on_device_of(x):
-            configs = candidates(blocks, seed is not None, common.processors_of(x.device))
-            tuning.launch(("rows", variant, tiled, blocks, x.device), configs, launch)
-    return common.with_scale_dtype(codes, scales, format)
+    with common.on_device_of(x):
+        configs = candidates(blocks, stochastic, common.processors_of(x.device))
+        tuning.launch(("rows", variant, tiled, decoded, blocks, x.device), configs, launch)
