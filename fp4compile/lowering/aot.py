@@ -110,7 +110,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
 def _compile(kernel: Kernel, capability: tuple[int, int]) -> Any:
     # Triton prints the whole PTX when the assembler refuses it; the exception has the assembler's words.
     with contextlib.redirect_stdout(io.StringIO()):
-        return kernel.compile(capability, **_launch_options(kernel, capability))
+        return kernel.compile(capability, options=_launch_options(kernel, capability))
 
 
 def _launch_options(kernel: Kernel, capability: tuple[int, int]) -> dict[str, str]:

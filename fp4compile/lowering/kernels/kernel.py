@@ -13,7 +13,7 @@ import functools
 import hashlib
 import linecache
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 _collected: ContextVar[list[Kernel] | None] = ContextVar("fp4compile_collected", default=None)
+_Key = tuple[int, tuple[int, ...]]
+"""A device, and the places of arguments that are not aligned."""
+_NO_OPTIONS: Mapping[str, Any] = {}
 _POINTERS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8, "*fp32": torch.float32}
 
 
@@ -45,9 +48,8 @@ class Kernel:
     num_stages: int = 1
     warp_specialize: bool = False
     maxnreg: int | None = None
-    _binaries: dict[tuple[int, tuple[int, ...]], Any] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _binaries: dict[_Key, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _pending: dict[_Key, Future[None]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def run(self, programs: int, *arguments: Any) -> None:
         """Launch on the current device, with all arguments but the constants.
@@ -78,18 +80,27 @@ class Kernel:
         """
         found = self._binaries.get((device, odd))
         if found is None:
+            if pending := self._pending.pop((device, odd), None):
+                wait([pending])  # had it failed, it will fail again here
             found = self._binaries[device, odd] = self.compile(torch.cuda.get_device_capability(device), odd)
-        elif isinstance(found, Future):
-            found = self._binaries[device, odd] = found.result()
         return found
 
-    def compile_in(self, pool: Executor, device: int) -> None:
-        """Begin to compile for a device; the first launch there waits for it."""
-        if (device, ()) not in self._binaries:
-            capability = torch.cuda.get_device_capability(device)
-            self._binaries[device, ()] = pool.submit(self.compile, capability)
+    def compile_in(self, pool: Any, device: int) -> None:
+        """Have another process compile for a device, into Triton's cache on disk. The first launch there waits for it.
 
-    def compile(self, capability: tuple[int, int], odd: tuple[int, ...] = (), **options: Any) -> Any:
+        pool: has ``submit(function, *arguments)``, which gives a future.
+        """
+        key = device, ()
+        if key not in self._binaries and key not in self._pending:
+            from triton import knobs
+
+            capability = torch.cuda.get_device_capability(device)
+            # A copy: binaries cannot be handed on.
+            self._pending[key] = pool.submit(_compile_into, knobs.cache.dir, dataclasses.replace(self), capability)
+
+    def compile(
+        self, capability: tuple[int, int], odd: tuple[int, ...] = (), options: Mapping[str, Any] = _NO_OPTIONS
+    ) -> Any:
         """The binary for a compute capability; no GPU and no driver is looked for. options: more for Triton."""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -110,6 +121,15 @@ class Kernel:
     def function(self) -> Any:
         """The ``triton.JITFunction``, or the interpreter's function where TRITON_INTERPRET=1."""
         return load(self.name, self.source)
+
+
+def _compile_into(cache: str, kernel: Kernel, capability: tuple[int, int]) -> None:
+    """In another process, whose own cache may lie elsewhere."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = cache
+        kernel.compile(capability)
 
 
 @contextlib.contextmanager
