@@ -112,6 +112,21 @@ def canonical(node: fx.Node) -> fx.Node:
     return node
 
 
+def laid_out(node: fx.Node, copies: bool = True) -> fx.Node:
+    """The node whose elements a node has, each once, in another shape or order. ``copies``: also behind a copy that
+    orders memory anew."""
+    while node.target in LAYOUT and node.target is not aten.expand.default:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        if node.target is aten.clone.default and not copies and _is_reordered(node, source):
+            break
+        node = source
+    return node
+
+
+def _is_reordered(copy: fx.Node, source: fx.Node) -> bool:
+    return bool(copy.meta["val"].stride() != source.meta["val"].stride())
+
+
 def transposed(graph: fx.Graph, like: fx.Node, node: fx.Node) -> fx.Node:
     """The transpose of a 2-D node; a transpose that is already there is undone, so that equal operands meet."""
     if node.target is aten.permute.default and node.args[1] in ([1, 0], (1, 0)):

@@ -24,6 +24,7 @@ from .errors import ConfigError
 Format = Literal["nvfp4", "mxfp4", "bf16"]
 Role = Literal["forward", "dgrad", "wgrad"]
 Rounding = Literal["nearest", "stochastic"]
+RotatedScale = Literal["amax", "bound"]
 Precision = Literal["recipe", "nvfp4", "mxfp4", "bf16"]
 """What a policy says of one GEMM: as the recipe has it, or one format for both operands."""
 
@@ -52,12 +53,14 @@ class OperandSpec:
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
     """How one GEMM is done. ``rotate`` 0 is no rotation; otherwise both operands are rotated along the
-    contraction dimension in groups of that many elements, with the sign mask ``signs``."""
+    contraction dimension in groups of that many elements, with the sign mask ``signs``, and ``rotated_scale``
+    says where their tensor scales come from."""
 
     left: OperandSpec
     right: OperandSpec
     rotate: int
     signs: int
+    rotated_scale: RotatedScale = "amax"
 
     @property
     def precision(self) -> Literal["nvfp4", "mxfp4"]:
@@ -99,6 +102,16 @@ class Recipe:
     the lowest, is set. A shorter group uses the low bits, a longer one repeats the pattern. One value for all
     layers and ranks."""
 
+    rotated_scale: RotatedScale = "amax"
+    """Where the tensor scale of a rotated NVFP4 operand comes from. "amax": the largest magnitude after the
+    rotation, as NVIDIA does it. "bound": what that cannot exceed, the largest magnitude before the rotation
+    times ``formats.rotation.growth(rotation)``, 4 for a rotation of 16. The other GEMMs' operands need the
+    magnitude before the rotation anyway, so no pass over the tensor is made for it. It is up to 16 times too
+    large with a rotation of 16, so block scales are up to four binades smaller; docs/performance.md has what
+    that does to the error. A magnitude so large that the bound is no finite float32, above 8.5e37 with a
+    rotation of 16, makes the GEMM's result non-finite as a non-finite operand does. Without effect without a
+    rotation and on operands in MXFP4, which have no tensor scale, or bf16."""
+
     stochastic: Collection[str] = frozenset({"dgrad.dy", "wgrad.dy"})
     """Operands, as "role.operand", that are rounded stochastically; all others to nearest even. Without
     effect on an operand that is bf16. Stored as a frozenset."""
@@ -111,6 +124,8 @@ class Recipe:
             raise bad_value(Recipe, "rotation", self.rotation, f"one of {', '.join(map(str, _ROTATIONS))} (0: off)")
         if not is_count(self.signs) or self.signs >= 1 << 16:
             raise bad_value(Recipe, "signs", self.signs, "a mask of 16 bits, 0 to 0xFFFF")
+        if self.rotated_scale not in get_args(RotatedScale):
+            raise bad_value(Recipe, "rotated_scale", self.rotated_scale, "'amax' or 'bound'")
         object.__setattr__(self, "stochastic", _stochastic(self.stochastic))
 
     @classmethod
@@ -164,7 +179,9 @@ class Recipe:
             return None
         left, right = (self._operand(role, name, fmt) for name, fmt in zip(OPERANDS[role], formats, strict=True))
         rotate = self.rotation if role == "wgrad" else 0
-        return GemmSpec(left, right, rotate, self.signs if rotate else 0)
+        if not rotate:
+            return GemmSpec(left, right, 0, 0)
+        return GemmSpec(left, right, rotate, self.signs, self.rotated_scale)
 
     def _operand(self, role: Role, name: str, fmt: Format) -> OperandSpec:
         if fmt == "bf16":
@@ -181,6 +198,7 @@ class Recipe:
             "weight_block": list(self.weight_block),
             "rotation": self.rotation,
             "signs": self.signs,
+            "rotated_scale": self.rotated_scale,
             "stochastic": sorted(self.stochastic),
         }
 

@@ -16,13 +16,15 @@ fp4 = torch.ops.fp4
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One side of a ``scaled_mm``: how it was quantized and the [rows, contraction] node it was made from."""
+    """One side of a ``scaled_mm``: how it was quantized and the [rows, contraction] node it was made from. ``growth``:
+    what the amax before the rotation is multiplied by; None if the amax is that of the quantized tensor."""
 
     format: str
     block: tuple[int, ...] | None
     rounding: str | None
     rotation: tuple[int, int] | None
     site: int
+    growth: float | None
     quantize: fx.Node | None
     source: fx.Node
 
@@ -63,20 +65,36 @@ def gemms(gm: fx.GraphModule) -> list[Gemm]:
 def _operand(values: fx.Node, scales: fx.Node | None, amax: fx.Node | None, format: str) -> Operand:
     quantize = None if scales is None else values.args[0]
     rows = values if quantize is None else quantize.args[0]
+    rotated = rows.target is fp4.rotate.default
+    growth = None
     if quantize is not None:
         assert values.target is operator.getitem and scales.args == (quantize, 1)
         assert amax is quantize.args[1], "the GEMM must use the amax that the codes were made with"
-        assert amax is None or amax.args == (rows,)
-    rotated = rows.target is fp4.rotate.default
+        if rotated and amax is not None and amax.target is torch.ops.aten.mul.Tensor:
+            rows_of_amax, growth = rows.args[0], 1.0
+            while amax.target is torch.ops.aten.mul.Tensor:
+                growth *= amax.args[1]
+                amax = amax.args[0]
+        else:
+            rows_of_amax = rows
+        assert amax is None or (amax.target is fp4.amax.default and elements(amax.args[0]) is elements(rows_of_amax))
     return Operand(
         format=format,
         block=None if quantize is None else tuple(quantize.args[4]),
         rounding=None if quantize is None else quantize.args[5],
         rotation=tuple(rows.args[1:]) if rotated else None,
         site=0 if quantize is None else quantize.args[6],
+        growth=growth,
         quantize=quantize,
         source=rows.args[0] if rotated else rows,
     )
+
+
+def elements(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.target in (torch.ops.aten.permute.default, torch.ops.aten.view.default, fp4.anchor.default):
+        node = node.args[0]
+    return node
 
 
 def example_inputs(gm: fx.GraphModule, below: int) -> list[Any]:

@@ -26,6 +26,7 @@ fields = st.fixed_dictionaries(
         "weight_block": st.sampled_from([(16, 16), (1, 16)]),
         "rotation": st.sampled_from([0, 4, 8, 16, 32, 64, 128]),
         "signs": st.integers(0, 0xFFFF),
+        "rotated_scale": st.sampled_from(["amax", "bound"]),
         "stochastic": st.sets(st.sampled_from(ALL_OPERANDS)),
     },
 )
@@ -111,6 +112,18 @@ def test_a_bf16_operand_of_wgrad_is_rotated_with_the_other() -> None:
 def test_rotation_zero_turns_it_off_in_wgrad() -> None:
     spec = Recipe(rotation=0).gemm("wgrad")
     assert (spec.rotate, spec.signs) == (0, 0)
+
+
+def test_the_scale_of_rotated_operands_is_that_of_the_rotated_tensor_unless_a_bound_is_asked_for() -> None:
+    assert Recipe().gemm("wgrad").rotated_scale == "amax"
+    assert Recipe(rotated_scale="bound").gemm("wgrad").rotated_scale == "bound"
+
+
+@given(fields)
+def test_what_is_not_rotated_has_its_own_amax(changes: dict) -> None:
+    recipe = Recipe(**{**changes, "rotated_scale": "bound"})
+    specs = [recipe.gemm(role, "nvfp4") for role in ROLES]
+    assert [spec.rotated_scale == "bound" for spec in specs] == [False, False, recipe.rotation != 0]
 
 
 @given(fields)
@@ -200,6 +213,8 @@ def test_a_recipe_cannot_be_changed_in_place() -> None:
         ("rotation", 256, "4, 8, 16, 32, 64, 128"),
         ("signs", 1 << 16, "16 bits"),
         ("signs", -1, "16 bits"),
+        ("rotated_scale", "max", "'amax' or 'bound'"),
+        ("rotated_scale", None, "'amax' or 'bound'"),
         ("stochastic", True, "forward.x"),
         ("stochastic", "dgrad.dy", "forward.x"),
         ("stochastic", {"dgrad.x"}, "forward.x"),

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import compat
+from ..formats.rotation import bound_factors
 from ..graph import (
     CASTS,
     LAYOUT,
@@ -149,19 +150,23 @@ class _SiteRewriter:
     def _quantized(self, like: fx.Node, rows: fx.Node, operand: OperandSpec, spec: GemmSpec, salt: Salt) -> list[Any]:
         """(codes, scales, amax, format) of a [rows, contraction] operand; the tensor itself for a bf16 operand."""
         new: list[fx.Node] = []
+        plain = rows
         if spec.rotate:
             rows = emit(self.graph, like, fp4.rotate.default, rows, spec.rotate, spec.signs)
             new.append(rows)
         if operand.format == "bf16":
             result = [rows, None, None, "bf16"]
         else:
-            amax = emit(self.graph, like, fp4.amax.default, rows) if operand.format == "nvfp4" else None
+            amax = None
+            if operand.format == "nvfp4":
+                new += self._amax(like, plain, rows, spec)
+                amax = new[-1]
             site = self.number * _SALTS_PER_SITE + salt
             seed = self.seeds.on(rows.meta["val"].device, like) if operand.rounding == "stochastic" else None
             how = (operand.format, list(operand.block or ()), operand.rounding, site if seed is not None else 0)
             quantized = emit(self.graph, like, fp4.quantize.default, rows, amax, seed, *how)
             codes, scales = emit_items(self.graph, like, quantized, 2)
-            new += [node for node in (amax, quantized, codes, scales) if node is not None]
+            new += [quantized, codes, scales]
             if self.packs and salt is Salt.WGRAD_X:
                 self.kept = [codes, scales]
                 for node in self.kept:
@@ -169,6 +174,16 @@ class _SiteRewriter:
             result = [codes, scales, amax, operand.format]
         _prefer_recompute(new)
         return result
+
+    def _amax(self, like: fx.Node, plain: fx.Node, rows: fx.Node, spec: GemmSpec) -> list[fx.Node]:
+        """What the tensor scale of ``rows`` is made from, 0-d float32, behind what it is computed from. ``plain``: the
+        operand before its rotation."""
+        if spec.rotated_scale == "amax":
+            return [emit(self.graph, like, fp4.amax.default, rows)]
+        nodes = [emit(self.graph, like, fp4.amax.default, _unmoved(plain))]
+        for factor in bound_factors(spec.rotate):
+            nodes.append(emit(self.graph, like, aten.mul.Tensor, nodes[-1], factor))
+        return nodes
 
     def _add_bias(self, node: fx.Node, product: fx.Node) -> fx.Node:
         """addmm's ``beta * bias + alpha * product`` on the float32 product, rounded once to the matmul's dtype."""
@@ -181,6 +196,14 @@ class _SiteRewriter:
                 bias = emit(self.graph, node, aten.mul.Tensor, bias, beta)
             product = emit(self.graph, node, aten.add.Tensor, product, bias)
         return emit(self.graph, node, prims.convert_element_type.default, product, node.meta["val"].dtype)
+
+
+def _unmoved(rows: fx.Node) -> fx.Node:
+    """The tensor that an operand is the transpose of, as another GEMM reads it: their amaxes become one. Not behind an
+    anchor: the input of wgrad is quantized in the backward then, but its amax is known in the forward."""
+    if rows.target is fp4.anchor.default:
+        rows = rows.args[0]  # type: ignore[assignment]
+    return rows.args[0] if rows.target is aten.permute.default else rows  # type: ignore[return-value]
 
 
 def _packable(graph: fx.Graph, settled: list[SettledSite]) -> set[int]:

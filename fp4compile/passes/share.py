@@ -1,7 +1,7 @@
 """Quantize once: equal operands of different GEMMs (q, k and v of one input, for instance) become one node.
 
 Changes no value: only operators that always give the same result for the same arguments are merged. Stochastic rounding
-of two sites never merges, because its site number is an argument.
+of two sites never merges, because its site number is an argument. The amax of a tensor is that of its transpose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .. import compat
-from ..graph import CASTS, LAYOUT
+from ..graph import CASTS, LAYOUT, aten, laid_out
 
 fp4 = torch.ops.fp4
 
@@ -27,7 +27,7 @@ def share(graph: fx.Graph) -> None:
     region."""
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in SHARED:
+        if node.op != "call_function" or not _is_shared(node):
             continue
         key = _key(node)
         if key in first:
@@ -37,9 +37,20 @@ def share(graph: fx.Graph) -> None:
             first[key] = node
 
 
+def _is_shared(node: fx.Node) -> bool:
+    """The multiple of an amax, too, but no other product of the model."""
+    if node.target is not aten.mul.Tensor:
+        return node.target in SHARED
+    factor = node.args[0]
+    while isinstance(factor, fx.Node) and factor.target is aten.mul.Tensor:
+        factor = factor.args[0]
+    return isinstance(factor, fx.Node) and factor.target is fp4.amax.default
+
+
 def _key(node: fx.Node) -> Any:
     region = (node.meta.get("ac_graph_id"), node.meta.get("recompute"), compat.is_tagged_backward(node))
-    return node.target, _hashable(node.args), _hashable(node.kwargs), region
+    args = tuple(map(laid_out, node.all_input_nodes)) if node.target is fp4.amax.default else node.args
+    return node.target, _hashable(args), _hashable(node.kwargs), region
 
 
 def _hashable(value: Any) -> Any:

@@ -83,6 +83,63 @@ def test_a_product_of_two_rotated_matrices_is_the_product(size):
     assert ((product - expected).norm() / expected.norm()).item() < 2**-8
 
 
+@given(strategies.matrices(), SIZES, MASKS)
+def test_no_rotation_exceeds_the_bound(x, size, signs):
+    """What x's largest element is in bfloat16, times the growth: a bfloat16 number, so that rounding stays below it.
+    Where the rotation overflows, so does the bound."""
+    bound = bound_of(x.to(torch.bfloat16), size)
+    result = rotation.rotate(x, size, signs).float().abs()
+    assert bound == torch.inf or (result <= bound).all()
+
+
+def bound_of(x, size):
+    bound = x.abs().amax().float()
+    for factor in rotation.bound_factors(size):
+        bound = bound * factor
+    return bound
+
+
+@given(SIZES, MASKS, st.integers(0, 7), st.integers(-2, 1))
+def test_where_a_rotation_overflows_the_bound_is_no_number(size, signs, row, exponent):
+    """Magnitudes around those at which a sum, or the result, is larger than float32 or bfloat16."""
+    matrix = rotation.rotate(torch.eye(size), size, signs)
+    for scale in (size, rotation.growth(size)):
+        x = (matrix[:, row % size].sign() * 2.0**exponent * (2.0**127 / scale)).to(torch.bfloat16)
+        result = rotation.rotate(x[None], size, signs)
+        assert result.isfinite().all() or bound_of(x, size) == torch.inf
+
+
+def test_the_factors_are_exact_and_their_product_is_the_growth():
+    for size in rotation.SIZES:
+        factors = rotation.bound_factors(size)
+        assert math.prod(factors) == rotation.growth(size)
+        assert all(math.frexp(factor)[0] == 0.5 for factor in factors)
+
+
+@given(SIZES, MASKS, st.integers(0, 127), st.floats(2.0**-126, 2.0**120), st.booleans())
+def test_signs_of_a_row_of_the_matrix_grow_most_and_reach_no_more_than_the_bound(size, signs, row, magnitude, flip):
+    """All of a group at its largest magnitude, with the signs that add it all up in one place: sqrt(size) times it."""
+    matrix = rotation.rotate(torch.eye(size), size, signs).double()
+    x = (matrix[:, row % size].sign() * magnitude * (-1 if flip else 1)).to(torch.bfloat16)
+    found = rotation.rotate(x[None], size, signs).double().abs().amax()
+    largest = x.double().abs().amax()
+    assert found <= largest * rotation.growth(size)
+    assert found == pytest.approx(largest.item() * math.sqrt(size), rel=2**-7)
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_the_bound_is_loosest_for_one_element_alone(size):
+    x = torch.zeros(1, size)
+    x[0, size // 3] = 3.0
+    assert rotation.rotate(x, size).float().abs().amax() * math.sqrt(size) == 3.0
+
+
+def test_the_growth_is_the_power_of_two_above_the_square_root():
+    for size in rotation.SIZES:
+        assert math.sqrt(size) <= rotation.growth(size) < 2 * math.sqrt(size)
+        assert math.frexp(rotation.growth(size))[0] == 0.5
+
+
 @given(strategies.matrices_with_nonfinite(exponents=(0,)))
 def test_nan_and_inf_spread_over_their_group(x):
     result = rotation.rotate(x).unflatten(-1, (-1, 16))

@@ -63,6 +63,26 @@ def test_every_activation_and_gradient_is_read_once_for_its_amaxes(everywhere: C
     assert count(gm, fp4.amax.default) == 2
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_bound_leaves_no_amax_of_a_rotation(name: str, everywhere: Callable[[], None]) -> None:
+    bound = Recipe.nvidia(rotated_scale="bound")
+    apart = joint(name, bound)
+    everywhere()
+    fused = joint(name, bound)
+    assert count(fused, fp4.amax_both.default, fp4.rotated_amax.default, fp4.rotate.default) == 0
+    assert count(fused, fp4.rotate_quantize.default) > 0
+    inputs = graphs.example_inputs(apart, below=N)
+    assert graphs.same_bits(graphs.run(apart, inputs, seed=3), graphs.run(fused, inputs, seed=3))
+
+
+def test_with_a_bound_every_activation_and_gradient_is_reduced_once_a_phase(everywhere: Callable[[], None]) -> None:
+    everywhere()
+    gm = joint("q, k and v of one input", Recipe.nvidia(rotated_scale="bound"))
+    reduced = [graphs.elements(node.args[0]).name for node in graphs.calls(gm, fp4.amax.default)]
+    weights = [name for name in reduced if reduced.count(name) > 1]
+    assert len(reduced) == 1 + 3 + 6 and len(weights) == 6 and "primals_2" not in weights
+
+
 def test_every_activation_and_gradient_is_quantized_once_a_layout(everywhere: Callable[[], None]) -> None:
     everywhere()
     gm = joint("q, k and v of one input")

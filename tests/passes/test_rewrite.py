@@ -17,6 +17,7 @@ from torch import fx, nn
 import fp4compile
 from fp4compile import Policy, Recipe, Report
 from fp4compile.errors import Fp4Warning, UnsupportedDtypeError
+from fp4compile.formats import rotation
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SIGNS = 0xD7E8
@@ -159,6 +160,113 @@ def test_rotation_size_and_signs(size: int, signs: int) -> None:
     roles = by_role(linear(Recipe.nvidia(rotation=size, signs=signs)))
     assert roles["wgrad"].left.rotation == roles["wgrad"].right.rotation == (size, signs)
     assert roles["forward"].left.rotation is roles["dgrad"].left.rotation is None
+
+
+BOUND = Recipe.nvidia(rotated_scale="bound")
+
+
+@pytest.mark.parametrize("size", [4, 16, 32, 128])
+def test_a_bound_in_place_of_the_rotated_amax(size: int) -> None:
+    roles = by_role(linear(Recipe.nvidia(rotated_scale="bound", rotation=size)))
+    sides = {role: (gemm.left.growth, gemm.right.growth) for role, gemm in roles.items()}
+    growth = rotation.growth(size)
+    assert sides == {"forward": (None, None), "dgrad": (None, None), "wgrad": (growth, growth)}
+    assert {how(gemm.left)[3] for gemm in roles.values()} == {None, (size, SIGNS)}
+
+
+def test_a_bound_needs_no_amax_but_that_of_the_row_quantized_operand() -> None:
+    """x and dy are reduced once in their phase, W once in each."""
+    gm = linear(BOUND).graphs["joint_after"]
+    names = [graphs.elements(node.args[0]).name for node in graphs.calls(gm, fp4.amax.default)]
+    assert sorted(names) == ["primals_1", "primals_1", "primals_2", "tangents_1"]
+    roles = by_role(linear(BOUND))
+    assert roles["wgrad"].right.quantize.args[1].args[0] is roles["forward"].left.quantize.args[1]
+    assert roles["wgrad"].left.quantize.args[1].args[0] is roles["dgrad"].left.quantize.args[1]
+
+
+def test_a_bound_is_shared_by_the_layers_of_one_input() -> None:
+    report = fp4compile.explain(models.seeded(models.QKV), tokens(), options={"recipe": BOUND})
+    gm = report.graphs["joint_after"]
+    assert len({gemm.right.quantize for gemm in graphs.gemms(gm) if gemm.right.growth}) == 1
+    assert len(graphs.calls(gm, fp4.amax.default)) == 1 + 3 + 2 * 3  # x, three dy, and each weight in both phases
+
+
+def test_a_bound_of_an_input_that_stands_on_its_side_is_that_of_the_same_amax() -> None:
+    """w @ x: wgrad reads x as it lies, the forward its transpose."""
+
+    class Left(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight @ x
+
+    report = fp4compile.explain(Left(K, N, bias=False), tokens(K, T), options={"recipe": BOUND})
+    gm = report.graphs["joint_after"]
+    assert len(graphs.gemms(gm)) == 3
+    assert len(graphs.calls(gm, fp4.amax.default)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rotation": 0}, {"wgrad": "mxfp4"}, {"wgrad": ("bf16", "mxfp4")}, {"wgrad": "bf16"}],
+    ids=["no rotation", "mxfp4", "bf16 and mxfp4", "bf16"],
+)
+def test_without_a_rotated_nvfp4_operand_a_bound_changes_nothing(changes: dict[str, Any]) -> None:
+    found = [linear(Recipe.nvidia(rotated_scale=scale, **changes)).graphs["joint_after"] for scale in ("amax", "bound")]
+    assert found[0].code == found[1].code
+
+
+def test_a_bf16_operand_beside_a_bounded_one_has_none() -> None:
+    wgrad = by_role(linear(Recipe.nvidia(rotated_scale="bound", wgrad=("bf16", "nvfp4"))))["wgrad"]
+    assert (wgrad.left.format, wgrad.left.growth, wgrad.right.growth) == ("bf16", None, 4.0)
+
+
+def test_the_amax_for_an_input_that_is_quantized_in_the_backward_is_still_the_forwards() -> None:
+    """One number is kept, and the input is read once less."""
+    options = {"recipe": BOUND, "save": "recompute"}
+    report = fp4compile.explain(models.seeded(nn.Linear, K, N, bias=False), tokens(), options=options)
+    joint, forward = report.graphs["joint_after"], report.graphs["forward"]
+    assert len(graphs.calls(joint, fp4.amax.default)) == 4
+    assert len(graphs.calls(forward, fp4.amax.default)) == 2
+    assert not graphs.calls(forward, fp4.rotate.default)
+
+
+def run_linear(recipe: Recipe, x: torch.Tensor) -> list[torch.Tensor]:
+    """y, dx and dw of a linear layer, dy with a few large values."""
+    gm = linear(recipe, policy=Policy()).graphs["joint_after"]
+    inputs = graphs.example_inputs(gm, below=N)
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if value.shape == x.shape:
+            value.copy_(x)
+        if node.name.startswith("tangents"):
+            value.pow_(3)
+    return [one for one in graphs.run(gm, inputs) if isinstance(one, torch.Tensor)]
+
+
+def test_a_bound_changes_the_weights_gradient_alone_and_not_its_error() -> None:
+    """Block scales are floating point: a tensor scale that is too large by a power of two only changes their exponents,
+    as far as they stay above E4M3's subnormals. By another factor they round differently, with an error of the same
+    distribution; over 2048 elements of dw the two errors then differ by a few hundredths of themselves."""
+    x = tokens(grad=False)
+    results = [
+        run_linear(Recipe.nvidia(stochastic=(), rotated_scale=scale, wgrad=wgrad), x)
+        for scale, wgrad in (("amax", "nvfp4"), ("bound", "nvfp4"), ("amax", "bf16"))
+    ]
+    index = next(i for i, one in enumerate(results[0]) if one.shape == (N, K))
+    (amax, bound, exact) = (result.pop(index) for result in results)
+    assert graphs.same_bits(results[0], results[1])
+    assert not torch.equal(amax, bound)
+    errors = [graphs.relative_error(one, exact) for one in (amax, bound)]
+    assert 0.02 < errors[0] < 0.2
+    assert errors[1] == pytest.approx(errors[0], rel=0.15)
+
+
+def test_a_bound_that_overflows_is_loud() -> None:
+    """A magnitude that is finite, but not four times it, or not the sums of a rotation by 8; and one that is not."""
+    for size, largest in ((16, 2.0**126), (16, torch.inf), (16, torch.nan), (8, 2.0**125)):
+        x = tokens(grad=False)
+        x[0, 0, 0] = largest
+        recipe = Recipe.nvidia(rotated_scale="bound", rotation=size)
+        gradient = next(one for one in run_linear(recipe, x) if one.shape == (N, K))
+        assert not gradient.isfinite().any()
 
 
 def test_nothing_stochastic_needs_no_seed() -> None:

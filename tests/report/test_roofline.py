@@ -18,7 +18,7 @@ from models import K, N, tokens
 from torch import nn
 
 import fp4compile
-from fp4compile import Policy, Report
+from fp4compile import Policy, Recipe, Report
 from fp4compile.__main__ import main
 from fp4compile.errors import ConfigError
 from fp4compile.report.roofline import (
@@ -92,6 +92,44 @@ def test_the_bytes_of_a_linear_layer_are_those_counted_by_hand() -> None:
     scalars = 250  # tensor scales and seeds
     assert quantizers + products <= row.bytes <= quantizers + products + scalars
     assert row.flops == 3 * 2 * ROWS * IN * OUT
+
+
+class Gated(nn.Module):
+    """Two activations that Inductor computes: one behind a product, one behind a norm."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+        self.second = nn.Linear(OUT, IN, bias=False, dtype=torch.bfloat16)
+        self.norm = nn.RMSNorm(OUT, dtype=torch.bfloat16) if norm else nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+def quantizers_bytes(model: nn.Module, scale: str, target: str) -> float:
+    options = {"recipe": Recipe.nvidia(rotated_scale=scale)}
+    roofline = fp4compile.explain(
+        model, tokens(ROWS, IN, dtype=torch.bfloat16), options=options, target=target
+    ).roofline
+    assert roofline is not None
+    gpu = Model(GPUS[target])
+    return sum(row.quantization_ms for row in roofline.rows) / (1e3 * gpu.memory(1))
+
+
+def test_a_bound_of_graph_inputs_costs_what_both_amaxes_in_one_read_do() -> None:
+    layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    amax, bound = (quantizers_bytes(layer, scale, "B300") for scale in ("amax", "bound"))
+    assert bound == pytest.approx(amax, abs=50)
+
+
+@pytest.mark.parametrize(("norm", "target", "folded"), [(True, "B300", 2), (False, "H200", 2), (False, "B300", 0)])
+def test_an_amax_that_is_folded_into_its_producer_reads_nothing(norm: bool, target: str, folded: int) -> None:
+    """The second layer's input and the first's gradient. Behind a product of FP4 tensor cores their producer is the
+    product's epilogue, and they are read."""
+    model = Gated(norm)
+    amax, bound = (quantizers_bytes(model, scale, target) for scale in ("amax", "bound"))
+    assert amax - bound == pytest.approx(folded * 2 * ROWS * OUT, abs=50)
 
 
 def test_the_times_of_a_linear_layer_follow_from_its_bytes() -> None:
