@@ -117,6 +117,10 @@ def checked() -> Iterator[Case]:
     yield _weights((True, True), fp4.quantize, tiled=True)
     yield from (_weights(which, fp4.quantize) for which in ((True, True), (True, False), (False, True)))
     yield from _amaxes(fp4.amax, fp4.rotate)
+    for format, rounding in itertools.product(FORMATS, ROUNDINGS):
+        yield _decoded("rows", format, rounding, fp4.quantize_decoded)
+        yield _decoded("columns", format, rounding, fp4.rotate_quantize_decoded)
+    yield _decoded("weights", "nvfp4", "nearest", fp4.quantize_decoded)
     for format, dtype in itertools.product(FORMATS, (torch.bfloat16, torch.float32)):
         yield _decode(format, dtype, fp4.decode)
 
@@ -145,6 +149,9 @@ def timed() -> list[Timed]:
         *map(Timed, by_columns, (2.5625, 2.5625)),
         *map(Timed, map(_together, by_rows, by_columns, ROUNDINGS), (3.125, 3.125), (0.60, 0.48)),
         Timed(_weights((True, True), quantize), 3.125, 0.75),
+        Timed(_decoded("rows", "nvfp4", "nearest", formulas("quantize_decoded")), 4),
+        Timed(_decoded("columns", "nvfp4", "stochastic", formulas("rotate_quantize_decoded")), 4),
+        Timed(_decoded("weights", "nvfp4", "nearest", formulas("quantize_decoded")), 4),
         Timed(largest["amax"], 2),
         Timed(largest["amax both"], 2, 0.85),
         Timed(_decode("nvfp4", torch.bfloat16, decode_), 2.5625, 0.90),
@@ -199,6 +206,30 @@ def _columns(
         formulas,
         ("columns", "columns"),
     )
+
+
+def _decoded(family: str, format: Any, rounding: str, quantize: Callable[..., Tensor]) -> Case:
+    """Values in the place of codes; columns rotated."""
+    size = BLOCKS[format]
+
+    def scale(o: Operand) -> Tensor | None:
+        return None if format == "mxfp4" else o.rotated_amax if family == "columns" else o.amax
+
+    def kernel(o: Operand) -> Tensors:
+        if family == "weights":
+            return (weights.decoded(o.x, o.amax),)
+        if family == "rows":
+            return (rows.decoded(o.x, scale(o), _seed(o, rounding), format, SITE),)
+        return (columns.decoded(o.x, scale(o), _seed(o, rounding), format, SITE, SIGNS),)
+
+    def formulas(o: Operand) -> Tensors:
+        if family == "columns":
+            return (quantize(o.x.t(), scale(o), _seed(o, rounding), format, rounding, SITE, size, SIGNS),)
+        block = [size, size] if family == "weights" else [1, size]
+        return (quantize(o.x, scale(o), _seed(o, rounding), format, block, rounding, SITE),)
+
+    name = f"{'rotated ' if family == 'columns' else ''}{family} {format} {rounding}, decoded"
+    return Case(name, kernel, formulas, ("columns" if family == "columns" else "rows",))
 
 
 def _weights(which: tuple[bool, bool], quantize: Callable[..., Tensors], tiled: bool = False) -> Case:

@@ -37,7 +37,7 @@ from torch import Tensor
 from fp4compile.formats import layout
 from fp4compile.formats.rotation import SIGNS
 from fp4compile.lowering.kernels import columns, common, gemm, rows, weights
-from fp4compile.lowering.kernels.kernel import Kernel
+from fp4compile.lowering.kernels.kernel import Kernel, collecting
 
 NAME = "kernels_gpu"
 fp4 = torch.ops.fp4
@@ -64,24 +64,6 @@ ROTATED_BYTES = 2**29
 # Compiling in other processes
 
 
-def _describe(argument: Any) -> Any:
-    """A tensor as its dtype and whether it is aligned to 16 bytes, which is all that compilation depends on."""
-    return (argument.dtype, argument.data_ptr() % 16 == 0) if isinstance(argument, Tensor) else argument
-
-
-@contextlib.contextmanager
-def recorded(found: dict[Any, tuple[Kernel, tuple[Any, ...]]]) -> Iterator[None]:
-    """Inside, kernels are noted in ``found`` in place of being launched."""
-
-    def run(self: Kernel, programs: int, *arguments: Any) -> None:
-        described = tuple(map(_describe, arguments))
-        specialized = tuple((d == 1, d % 16 == 0, d >= 2**31) if isinstance(d, int) else d for d in described)
-        found[(self.name, self.source, tuple(self.constants.values()), specialized)] = (self, described)
-
-    with mock.patch.object(Kernel, "run", run):
-        yield
-
-
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """Errors that another process can read: one it cannot would end all its processes."""
@@ -91,18 +73,10 @@ def plain_errors() -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}"[:1000]) from None
 
 
-def compile_kernel(kernel: Kernel, described: Sequence[Any]) -> None:
+def compile_kernel(kernel: Kernel) -> None:
     """In a process of its own: into Triton's cache."""
-    from triton.runtime.jit import MockTensor
-
-    class Unaligned(MockTensor):
-        @staticmethod
-        def data_ptr() -> int:
-            return 4
-
-    arguments = [(d[0] if d[1] else Unaligned(d[0])) if isinstance(d, tuple) else d for d in described]
     with plain_errors():
-        kernel.function.warmup(*arguments, grid=(1,), **kernel.constants, **kernel.options)
+        kernel.compile(torch.cuda.get_device_capability())
 
 
 def compiled_formulas(timed: Timed) -> Callable[[Operand], Tensors]:
@@ -405,7 +379,9 @@ def speed_of_kernels(sizes: Sequence[Size], deadline: float, device: torch.devic
             row = by_key[(timed.case.name, f"{size[0]}x{size[1]}")]
             if size == EAGER and device.type == "cuda":
                 row["eager ms"] = measure_or_error(timed.case.formulas, operands[:1])
-            if time.perf_counter() < deadline:
+            if size != sizes[0]:
+                row["compiled ms"] = None
+            elif time.perf_counter() < deadline:
                 torch._dynamo.reset()
                 row["compiled ms"] = measure_or_error(compiled_formulas(timed), operands)
             else:
@@ -413,27 +389,34 @@ def speed_of_kernels(sizes: Sequence[Size], deadline: float, device: torch.devic
     return found
 
 
-def other_candidates(size: Size, device: torch.device) -> Iterator[tuple[str, Case, Any, str, Any]]:
-    """(configuration, case, module, function that chooses, what it returns) of all but the choices."""
+@contextlib.contextmanager
+def chosen(module: Any, choice: Any) -> Iterator[None]:
+    """Inside, kernels of a module are launched in one configuration."""
+    with mock.patch.object(module, "candidates", lambda *_: [choice]):
+        yield
+
+
+def other_candidates(size: Size, device: torch.device) -> Iterator[tuple[str, Case, Any, Any]]:
+    """(its name, case, module, configuration): the choices and all others."""
     cases = {timed.case.name: timed.case for timed in gpu_cases.timed()}
     processors = common.processors_of(device)
     height, width = size
     stochastic = rows.candidates(height * width // 16, True, processors)
     for rows_config in stochastic:
-        yield f"{rows_config}", cases["rows nvfp4 stochastic"], rows, "choose", rows_config
+        yield f"{rows_config}", cases["rows nvfp4 stochastic"], rows, rows_config
     units = width // columns.COLUMNS[16][2]
     for rounding in gpu_cases.ROUNDINGS:
         for columns_config, shape in columns.candidates(height, units, 16):
             name = f"{columns_config} {shape}"
-            yield name, cases[f"rotated columns nvfp4 {rounding}"], columns, "choose", (columns_config, shape)
+            yield name, cases[f"rotated columns nvfp4 {rounding}"], columns, (columns_config, shape)
     for weights_config in weights.candidates():
-        yield f"{weights_config}", cases["weights both ways"], weights, "choose", weights_config
+        yield f"{weights_config}", cases["weights both ways"], weights, weights_config
 
 
 def speed_of_candidates(size: Size, device: torch.device) -> list[dict[str, Any]]:
     operand, found = gpu_cases.blank(size, device, random=True), []
-    for name, case, module, chooser, choice in other_candidates(size, device):
-        with mock.patch.object(module, chooser, lambda *_, choice=choice: choice):
+    for name, case, module, choice in other_candidates(size, device):
+        with chosen(module, choice):
             found.append({"kernel": case.name, "configuration": name, "ms": measure_or_error(case.kernel, [operand])})
     return found
 
@@ -518,10 +501,9 @@ def sanitize(device: torch.device) -> None:
     print(f"{count} launches")
 
 
-def record_kernels(args: argparse.Namespace, device: torch.device) -> list[tuple[Kernel, tuple[Any, ...]]]:
+def record_kernels(args: argparse.Namespace, device: torch.device) -> list[Kernel]:
     """What this run will launch, products apart."""
-    found: dict[Any, tuple[Kernel, tuple[Any, ...]]] = {}
-    with recorded(found):
+    with collecting() as found:
         for size, dtype in checked_operands(args.sizes) + SANITIZED if args.check else []:
             operand = operand_of_zeros(size, dtype, device)
             for case in gpu_cases.checked():
@@ -531,12 +513,13 @@ def record_kernels(args: argparse.Namespace, device: torch.device) -> list[tuple
             for timed in gpu_cases.timed():
                 timed.case.kernel(operand)
             if size == args.timed[0]:
-                for _, case, module, chooser, choice in other_candidates(size, device):
-                    with mock.patch.object(module, chooser, lambda *_, choice=choice: choice):
+                for _, case, module, choice in other_candidates(size, device):
+                    with chosen(module, choice):
                         case.kernel(operand)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return list(found.values())
+    # A copy has no binaries, which cannot be handed to another process.
+    return [dataclasses.replace(kernel) for kernel in {id(kernel): kernel for kernel in found}.values()]
 
 
 def summary(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -636,16 +619,12 @@ def main() -> None:
         formulas: dict[str, Future[None]] = {}
         if args.processes and args.speed:
             pool = stack.enter_context(ProcessPoolExecutor(args.processes // 2, mp_context=context))
-            for size in args.timed:
-                for index, timed in enumerate(gpu_cases.timed()):
-                    future = pool.submit(compile_formulas, index, size, str(args.device))
-                    formulas[f"{timed.case.name} {size}"] = future
+            for index, timed in enumerate(gpu_cases.timed()):
+                formulas[timed.case.name] = pool.submit(compile_formulas, index, args.timed[0], str(args.device))
         if args.processes:
             pool = stack.enter_context(ProcessPoolExecutor(args.processes, mp_context=context))
             kernels = record_kernels(args, args.device)
-            settle(
-                "kernels", {f"{one[0].name} {i}": pool.submit(compile_kernel, *one) for i, one in enumerate(kernels)}
-            )
+            settle("kernels", {f"{one.name} {i}": pool.submit(compile_kernel, one) for i, one in enumerate(kernels)})
         if args.check:
             check = run_check(args, args.device)
         settle("formulas", formulas)

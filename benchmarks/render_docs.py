@@ -200,12 +200,24 @@ def sanitizer() -> str:
     return f"{environment(record['environment'])}\n\n{table(['tool', 'launches', 'errors'], rows)}"
 
 
+def rotated_scale() -> str:
+    record = load("rotated_scale")
+    environment, rows = record["environment"], []
+    for row in record["rows"]:
+        larger = [number(row[name], 1) for name in ("x scale", "dy scale")]
+        dw = [number(row[name], 4) for name in ("error, amax", "error, bound")]
+        each = [number(row[name], 4) for name in ("row error, amax", "row error, bound")]
+        ratios = [number(row[name], 3) for name in ("error ratio", "row error ratio")]
+        rows.append([row["data"], row["tokens, N, K"], *larger, *dw, ratios[0], *each, ratios[1]])
+    header = ["data", "tokens, N, K", "bound / amax of x", "of dy", "error of dw, amax", "bound", "ratio"]
+    header += ["mean error of its rows, amax", "bound", "ratio"]
+    return f"On a CPU, torch {environment['versions']['torch']}; `{environment['command']}`.\n\n{table(header, rows)}"
+
+
 def columns_profile() -> str:
-    record = load("columns_tried")
-    rows = [
-        [name, span(value, 2) if isinstance(value, list) else f"{value:g}"] for name, value in record["profile"].items()
-    ]
-    return table(["rotated columns, by Nsight Compute", ""], rows)
+    profile = part("columns_tried", "profile")
+    rows = [[name, *(f"{kernel[name]:g}" for kernel in profile.values())] for name in profile["columns"]]
+    return table(["nearest, by Nsight Compute", "rotated columns", "rows and columns in one kernel"], rows)
 
 
 def columns_tried() -> str:
@@ -296,6 +308,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "check": check,
     "check products": check_products,
     "sanitizer": sanitizer,
+    "rotated scale": rotated_scale,
     "columns profile": columns_profile,
     "columns tried": columns_tried,
     "blackwell": blackwell,

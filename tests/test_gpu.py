@@ -70,6 +70,41 @@ def test_every_operator_gives_the_same_bytes_as_on_a_cpu(rows, columns, dtype, l
             assert torch.equal(as_bytes(cpu), as_bytes(gpu)), (str(op), args[3:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (129, 1000), (512, 1024)])
+def test_decoded_values_are_the_same_bytes_as_on_a_cpu(rows, columns, dtype):
+    x, seed = spread(rows, columns, dtype).clamp(-6e4, 6e4), torch.tensor(1234567890123)
+    amax, rotated = fp4.amax(x), fp4.rotated_amax(x.t(), 16, 0xD7E8)
+    for view in (x, x.t()):
+        calls = [(fp4.quantize_decoded, view, amax, None, "nvfp4", [16, 16], "nearest", 0)]
+        for rounding, how in (("nearest", (None, 0)), ("stochastic", (seed, 5))):
+            calls += [
+                (fp4.quantize_decoded, view, amax, how[0], "nvfp4", [1, 16], rounding, how[1]),
+                (fp4.quantize_decoded, view, None, how[0], "mxfp4", [1, 32], rounding, how[1]),
+                (fp4.rotate_quantize_decoded, view, rotated, how[0], "nvfp4", rounding, how[1], 16, 0xD7E8),
+                (fp4.rotate_quantize_decoded, view, None, how[0], "mxfp4", rounding, how[1], 32, 0xD7E8),
+            ]
+        for op, *args in calls:
+            for cpu, gpu in on_both(op, "fp4_cuda", *args):
+                assert cpu.shape == gpu.shape and cpu.dtype == gpu.dtype
+                assert torch.equal(as_bytes(cpu), as_bytes(gpu)), (str(op), args[2:])
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (96, 64, 128), (40, 24, 1000)])
+def test_a_product_reads_operands_by_rows_and_by_columns(layout, m, n, k):
+    """Small whole numbers, whose products and sums are exact in any order."""
+    generator = torch.Generator().manual_seed(k)
+    a, b = (torch.randint(-3, 4, (rows, k), generator=generator).bfloat16() for rows in (m, n))
+    amaxes = torch.tensor(2688.0), torch.tensor(1344.0)
+    expected = fp4.decoded_mm(a, amaxes[0], b, amaxes[1], torch.float32)
+    left, right = (x.cuda() if layout == "rows" else x.cuda().t().contiguous().t() for x in (a, b))
+    scales = [amax.cuda() for amax in amaxes]
+    for operands in ((left, right), (a.cuda(), right), (left, b.cuda())):
+        got = torch.ops.fp4_cuda.decoded_mm(operands[0], scales[0], operands[1], scales[1], torch.float32)
+        assert torch.equal(got.cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("format", "block"), [("nvfp4", [1, 16]), ("mxfp4", [1, 32])])
 def test_decoding_gives_the_same_bytes_as_on_a_cpu(format, block, dtype):
@@ -127,6 +162,30 @@ def test_products_of_all_formats_are_those_of_the_reference(formats, dtype, m):
     got = torch.ops.fp4_cuda.scaled_mm(*moved, dtype).cpu()
     assert torch.equal(got, fp4.scaled_mm(*arguments, dtype))
     assert cublas.available()
+
+
+def gradients(mode):
+    """Of four steps with the same weights and input, so that only the noise differs."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
+    compiled = torch.compile(model, backend="nvfp4", fullgraph=True, mode=mode)
+    x = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(x).float().square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def test_cuda_graphs_replay_with_fresh_noise_and_the_same_numbers():
+    plain, replayed = gradients(None), gradients("reduce-overhead")
+    for one, other in zip(plain, replayed, strict=True):
+        assert all(map(torch.equal, one, other))
+    weights = [step[0] for step in replayed]
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
 def train(seed):
