@@ -616,12 +616,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed, of the variants that are not slow")
     parser.add_argument("--budget", type=float, default=225, help="seconds; what is slow is left out to keep to it")
     parser.add_argument("--butterfly", action="store_true", help="eager rotation by the reference, not by a product")
-    parser.add_argument("--cache", type=Path, help="folder of compiled code, to be kept: a second run starts warm")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder of compiled code, to be kept: a second run starts warm, and has a result of its own",
+    )
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write the JSON there, too; without a GPU only there")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.device = torch.device(args.device)
+    args.warm = args.cache is not None and args.cache.exists()
     return args
 
 
@@ -658,7 +663,8 @@ def run(args: argparse.Namespace) -> None:
 def write(records: Mapping[str, Any], args: argparse.Namespace) -> None:
     rows = [row for record in records.values() for row in record["rows"]]
     if args.device.type == "cuda":
-        write_results(NAME, rows, more={"setups": records}, copy_to=args.out)
+        name = "_".join((NAME, *args.config, *(("warm",) if args.warm else ())))
+        write_results(name, rows, more={"setups": records}, copy_to=args.out)
     elif args.out is not None:
         args.out.write_text(json.dumps({"environment": environment(), "rows": rows, "setups": records}, indent=2))
 

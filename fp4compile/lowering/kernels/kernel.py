@@ -129,7 +129,15 @@ def _compile_into(cache: str, kernel: Kernel, capability: tuple[int, int]) -> No
 
     with knobs.cache.scope():
         knobs.cache.dir = cache
-        kernel.compile(capability)
+        _build_launcher(kernel.compile(capability))
+
+
+def _build_launcher(binary: Any) -> None:
+    """Triton 3.6 has a C function for each signature, which a first launch would have to wait for; into the cache."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(binary.src, binary.metadata)
 
 
 @contextlib.contextmanager
