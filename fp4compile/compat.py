@@ -342,17 +342,6 @@ def autotunes_products() -> bool:
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
-def compile_pool() -> Any:
-    """Inductor's pool of compiling processes, which has ``submit``; None where Inductor is told to compile alone."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-
-    if get_compile_threads() <= 1:
-        return None
-    _set_triton_ptxas_path()  # as its processes do, and it itself later: Triton's cache is told apart by the assembler
-    return AsyncCompile.process_pool()
-
-
 # --- self test -------------------------------------------------------------------------------------------------------
 
 
@@ -381,13 +370,6 @@ def self_test() -> list[str]:
         from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs  # noqa: F401
     except (ImportError, TypeError) as error:
         problems.append(f"templates: {error}")
-    try:
-        from torch._inductor.async_compile import AsyncCompile, get_compile_threads  # noqa: F401
-        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path  # noqa: F401
-
-        AsyncCompile.process_pool  # noqa: B018
-    except (ImportError, AttributeError) as error:
-        problems.append(f"pool of compiling processes: {error}")
 
     def joint(graph: fx.Graph) -> None:
         mms = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]

@@ -1,29 +1,31 @@
 """Begin to compile the kernels of a graph when it is lowered, beside all that Inductor still does.
 
-Which kernels an operator launches is known by calling it on the graph's fake tensors with launches gathered instead.
-Processes compile them, Inductor's own, since much of Triton's compiler is Python. It is only an advance: what is not
-found in Triton's cache later is compiled at its first launch.
+Which kernels an operator launches is known by calling it on the graph's fake tensors with launches gathered instead. It
+is only an advance: what is not found here is compiled at its first launch.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .. import compat
 from .kernels.kernel import Kernel, collecting
+
+MOST_THREADS = 8
 
 
 def compile_ahead(node: fx.Node, implementation: Any, device: torch.device) -> None:
     """Begin with the kernels of one node whose operator ``implementation`` is, unless its shapes are symbolic."""
-    pool = compat.compile_pool()
     arguments = fx.node.map_arg(node.args, lambda argument: argument.meta["val"])
-    if pool is None or any(_is_symbolic(value) for value in arguments):
+    if any(_is_symbolic(value) for value in arguments):
         return
     for kernel in launched(implementation, *arguments):
-        kernel.compile_in(pool, torch.cuda.current_device() if device.index is None else device.index)
+        kernel.compile_in(_pool(), torch.cuda.current_device() if device.index is None else device.index)
 
 
 def launched(implementation: Any, *arguments: Any) -> list[Kernel]:
@@ -36,3 +38,10 @@ def launched(implementation: Any, *arguments: Any) -> list[Kernel]:
 def _is_symbolic(value: Any) -> bool:
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Of threads: four fifths of the time is spent in C++ and in the assembler, without Python's lock. Inductor's
+    processes would import this package first, which takes longer than most kernels."""
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="fp4compile")

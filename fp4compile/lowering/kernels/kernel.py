@@ -13,7 +13,7 @@ import functools
 import hashlib
 import linecache
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -49,7 +49,7 @@ class Kernel:
     warp_specialize: bool = False
     maxnreg: int | None = None
     _binaries: dict[_Key, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
-    _pending: dict[_Key, Future[None]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _pending: dict[_Key, Future[Any]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def run(self, programs: int, *arguments: Any) -> None:
         """Launch on the current device, with all arguments but the constants.
@@ -80,23 +80,17 @@ class Kernel:
         """
         found = self._binaries.get((device, odd))
         if found is None:
-            if pending := self._pending.pop((device, odd), None):
-                wait([pending])  # had it failed, it will fail again here
-            found = self._binaries[device, odd] = self.compile(torch.cuda.get_device_capability(device), odd)
+            pending = self._pending.pop((device, odd), None)
+            found = pending.result() if pending else self.compile(torch.cuda.get_device_capability(device), odd)
+            self._binaries[device, odd] = found
         return found
 
-    def compile_in(self, pool: Any, device: int) -> None:
-        """Have another process compile for a device, into Triton's cache on disk. The first launch there waits for it.
-
-        pool: has ``submit(function, *arguments)``, which gives a future.
-        """
+    def compile_in(self, pool: Executor, device: int) -> None:
+        """Begin to compile for a device; the first launch there waits for it."""
         key = device, ()
         if key not in self._binaries and key not in self._pending:
-            from triton import knobs
-
             capability = torch.cuda.get_device_capability(device)
-            # A copy: binaries cannot be handed on.
-            self._pending[key] = pool.submit(_compile_into, knobs.cache.dir, dataclasses.replace(self), capability)
+            self._pending[key] = pool.submit(_with_launcher, self, capability)
 
     def compile(
         self, capability: tuple[int, int], odd: tuple[int, ...] = (), options: Mapping[str, Any] = _NO_OPTIONS
@@ -123,21 +117,15 @@ class Kernel:
         return load(self.name, self.source)
 
 
-def _compile_into(cache: str, kernel: Kernel, capability: tuple[int, int]) -> None:
-    """In another process, whose own cache may lie elsewhere."""
-    from triton import knobs
-
-    with knobs.cache.scope():
-        knobs.cache.dir = cache
-        _build_launcher(kernel.compile(capability))
-
-
-def _build_launcher(binary: Any) -> None:
-    """Triton 3.6 has a C function for each signature, which a first launch would have to wait for; into the cache."""
+def _with_launcher(kernel: Kernel, capability: tuple[int, int]) -> Any:
+    """A binary. Triton 3.6 has a C function for each signature, too, which a first launch would have to wait for: it is
+    built into Triton's cache."""
     from triton.backends.nvidia import driver
 
+    binary = kernel.compile(capability)
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(binary.src, binary.metadata)
+    return binary
 
 
 @contextlib.contextmanager
