@@ -5,87 +5,36 @@ A table stands between ``<!-- name -->`` and ``<!-- end name -->``, where name i
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+import render_base as base
+import render_step
+
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-MISSING = "*Not measured yet: benchmarks/results/{}.json.*"
-
-Record = Mapping[str, Any]
 
 
-class NotMeasured(Exception):
-    """The script that would have written it has not run."""
-
-
-def load(name: str) -> Record:
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise NotMeasured(MISSING.format(name))
-    return json.loads(path.read_text())
-
-
-def part(name: str, key: str) -> Any:
-    found = load(name).get(key)
-    if not found:
-        raise NotMeasured(MISSING.format(name))
-    return found
-
-
-def checked() -> tuple[Record, str]:
+def checked() -> tuple[base.Record, str]:
     """The check and a note: of kernels_gpu.json, or where that has speeds alone, of an earlier run that was kept."""
     try:
-        return part("kernels_gpu", "check"), ""
-    except NotMeasured:
-        if not (RESULTS / "kernels_gpu_check.json").exists():
+        return base.part("kernels_gpu", "check"), ""
+    except base.NotMeasured:
+        if not (base.RESULTS / "kernels_gpu_check.json").exists():
             raise
-        return part("kernels_gpu_check", "check"), load("kernels_gpu_check")["note"]
+        return base.part("kernels_gpu_check", "check"), base.load("kernels_gpu_check")["note"]
 
 
 def compiled_elsewhere() -> dict[tuple[str, str], float]:
     """(kernel, size) -> milliseconds of the compiled formulas in that earlier run."""
-    if not (RESULTS / "kernels_gpu_check.json").exists():
+    if not (base.RESULTS / "kernels_gpu_check.json").exists():
         return {}
-    rows = load("kernels_gpu_check").get("formulas", [])
+    rows = base.load("kernels_gpu_check").get("formulas", [])
     return {(row["kernel"], row["size"]): row["compiled ms"] for row in rows}
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
-
-
-def number(value: float | str | None, digits: int = 3) -> str:
-    """A text in the place of a number says why there is none; its first words do."""
-    if value is None:
-        return ""
-    return value.partition(":")[0] if isinstance(value, str) else f"{value:.{digits}f}"
-
-
-def yes(value: bool | None) -> str:
-    return "" if value is None else "yes" if value else "**no**"
-
-
-def span(values: Sequence[float], digits: int) -> str:
-    return " to ".join(f"{value:.{digits}f}" for value in values)
-
-
-def environment(record: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
-    command = re.sub(r" --out \S+", "", record["command"])
-    return f"{record['gpu']}, CUDA {record['cuda']}, {versions}, Python {record['python']}; `{command}`."
-
-
 def speed() -> str:
-    measured = part("kernels_gpu", "speed")
+    measured = base.part("kernels_gpu", "speed")
     first, elsewhere = measured["rows"][0], compiled_elsewhere()
     rows, borrowed = [], False
     for row in measured["rows"]:
@@ -96,14 +45,14 @@ def speed() -> str:
             [
                 row["kernel"],
                 row["size"],
-                number(row["ms"]),
-                number(row["TB/s"], 2),
-                percent(row["share"]),
-                percent(row["mark"]),
-                yes(row["met"]),
-                percent(row["TB/s"] / row["copy TB/s"]),
-                number(compiled),
-                number(row["eager ms"]),
+                base.number(row["ms"]),
+                base.number(row["TB/s"], 2),
+                base.percent(row["share"]),
+                base.percent(row["mark"]),
+                base.yes(row["met"]),
+                base.percent(row["TB/s"] / row["copy TB/s"]),
+                base.number(compiled),
+                base.number(row["eager ms"]),
             ]
         )
     header = ["kernel", "size", "ms", "TB/s", "share", "mark", "met", "of a copy of that size"]
@@ -111,7 +60,7 @@ def speed() -> str:
     notes = f"Shares are of {first['TB/s'] / first['share']:.2f} TB/s, the copy bandwidth of the same run."
     if borrowed:
         notes += " `torch.compile` was timed in another run (kernels_gpu_check.json)."
-    return f"{environment(measured['environment'])} {notes}\n\n{table(header, rows)}"
+    return f"{base.environment(measured['environment'])} {notes}\n\n{base.table(header, rows)}"
 
 
 def products() -> str:
@@ -119,28 +68,28 @@ def products() -> str:
         [
             row["product"],
             row["m, n, k"],
-            number(row["ms"]),
-            number(row["of bf16"], 2),
-            number(row["TFLOP/s"], 0),
-            number(row["mark"], 2),
-            yes(row["met"]),
+            base.number(row["ms"]),
+            base.number(row["of bf16"], 2),
+            base.number(row["TFLOP/s"], 0),
+            base.number(row["mark"], 2),
+            base.yes(row["met"]),
         ]
-        for row in part("kernels_gpu", "speed")["products"]
+        for row in base.part("kernels_gpu", "speed")["products"]
     ]
-    return table(["product", "M, N, K", "ms", "of bf16", "TFLOP/s", "mark", "met"], rows)
+    return base.table(["product", "M, N, K", "ms", "of bf16", "TFLOP/s", "mark", "met"], rows)
 
 
 def candidates() -> str:
-    found = part("kernels_gpu", "speed")["candidates"]
-    rows = [[row["kernel"], f"`{row['configuration']}`", number(row["ms"])] for row in found]
-    return table(["kernel", "configuration", "ms"], rows)
+    found = base.part("kernels_gpu", "speed")["candidates"]
+    rows = [[row["kernel"], f"`{row['configuration']}`", base.number(row["ms"])] for row in found]
+    return base.table(["kernel", "configuration", "ms"], rows)
 
 
 def missed() -> str:
     """Those rows of the tables that are below their mark."""
-    measured = part("kernels_gpu", "speed")
+    measured = base.part("kernels_gpu", "speed")
     kernels = [
-        f"- {row['kernel']}, {row['size']}: {percent(row['share'])} of {percent(row['mark'])}"
+        f"- {row['kernel']}, {row['size']}: {base.percent(row['share'])} of {base.percent(row['mark'])}"
         for row in measured["rows"]
         if row["met"] is False
     ]
@@ -158,7 +107,7 @@ def check() -> str:
         [
             row["kernel"],
             str(row["comparisons"]),
-            number(row["MB"], 1),
+            base.number(row["MB"], 1),
             "" if row["kernel"].startswith("operator") else str(row["in poisoned memory"]),
             str(row["differing bytes"]),
             str(row["errors"]),
@@ -166,7 +115,7 @@ def check() -> str:
         for row in found["kernels"]
     ]
     header = ["kernel", "comparisons", "MB", "into poisoned memory", "differing bytes", "errors"]
-    return f"{environment(found['environment'])} {note}".rstrip() + f"\n\n{table(header, rows)}"
+    return f"{base.environment(found['environment'])} {note}".rstrip() + f"\n\n{base.table(header, rows)}"
 
 
 def check_products() -> str:
@@ -178,7 +127,7 @@ def check_products() -> str:
             row["result"],
             f"{row['max error / allowed']:.1e}" if "max error / allowed" in row else "",
             f"{row['rms error / rms']:.1e}" if "rms error / rms" in row else "",
-            yes(row["ok"]),
+            base.yes(row["ok"]),
         ]
         for row in checked()[0]["products"]
     ]
@@ -191,33 +140,35 @@ def check_products() -> str:
         "RMS error, of the RMS",
         "within",
     ]
-    return table(header, rows)
+    return base.table(header, rows)
 
 
 def sanitizer() -> str:
-    record = load("sanitizer")
+    record = base.load("sanitizer")
     rows = [[row["tool"], str(row["launches"]), str(row["errors"])] for row in record["rows"]]
-    return f"{environment(record['environment'])}\n\n{table(['tool', 'launches', 'errors'], rows)}"
+    return f"{base.environment(record['environment'])}\n\n{base.table(['tool', 'launches', 'errors'], rows)}"
 
 
 def rotated_scale() -> str:
-    record = load("rotated_scale")
+    record = base.load("rotated_scale")
     environment, rows = record["environment"], []
     for row in record["rows"]:
-        larger = [number(row[name], 1) for name in ("x scale", "dy scale")]
-        dw = [number(row[name], 4) for name in ("error, amax", "error, bound")]
-        each = [number(row[name], 4) for name in ("row error, amax", "row error, bound")]
-        ratios = [number(row[name], 3) for name in ("error ratio", "row error ratio")]
+        larger = [base.number(row[name], 1) for name in ("x scale", "dy scale")]
+        dw = [base.number(row[name], 4) for name in ("error, amax", "error, bound")]
+        each = [base.number(row[name], 4) for name in ("row error, amax", "row error, bound")]
+        ratios = [base.number(row[name], 3) for name in ("error ratio", "row error ratio")]
         rows.append([row["data"], row["tokens, N, K"], *larger, *dw, ratios[0], *each, ratios[1]])
     header = ["data", "tokens, N, K", "bound / amax of x", "of dy", "error of dw, amax", "bound", "ratio"]
     header += ["mean error of its rows, amax", "bound", "ratio"]
-    return f"On a CPU, torch {environment['versions']['torch']}; `{environment['command']}`.\n\n{table(header, rows)}"
+    return (
+        f"On a CPU, torch {environment['versions']['torch']}; `{environment['command']}`.\n\n{base.table(header, rows)}"
+    )
 
 
 def columns_profile() -> str:
-    profile = part("columns_tried", "profile")
+    profile = base.part("columns_tried", "profile")
     rows = [[name, *(f"{kernel[name]:g}" for kernel in profile.values())] for name in profile["columns"]]
-    return table(["nearest, by Nsight Compute", "rotated columns", "rows and columns in one kernel"], rows)
+    return base.table(["nearest, by Nsight Compute", "rotated columns", "rows and columns in one kernel"], rows)
 
 
 def columns_tried() -> str:
@@ -225,13 +176,13 @@ def columns_tried() -> str:
         [
             row["tried"],
             row["of"],
-            span(row["ms"], 3) if row["ms"] else "not faster",
+            base.span(row["ms"], 3) if row["ms"] else "not faster",
             row["kept"],
-            number(row["kept ms"]),
+            base.number(row["kept ms"]),
         ]
-        for row in part("columns_tried", "rows")
+        for row in base.part("columns_tried", "rows")
     ]
-    return table(["tried", "of", "ms", "instead of", "ms"], rows)
+    return base.table(["tried", "of", "ms", "instead of", "ms"], rows)
 
 
 MODEL = (
@@ -248,52 +199,52 @@ def blackwell() -> str:
     rows = [
         [
             row["kernel"],
-            *(number(row[name], digits) for name, digits in MODEL),
+            *(base.number(row[name], digits) for name, digits in MODEL),
             row["bound by"],
-            percent(row["predicted share of bandwidth"]),
+            base.percent(row["predicted share of bandwidth"]),
         ]
-        for row in part("blackwell_model", "rows")
+        for row in base.part("blackwell_model", "rows")
     ]
     header = ["kernel (predicted)", *(name for name, _ in MODEL), "bound by", "share of bandwidth"]
-    return f"{_device('B200')}\n\n{table(header, rows)}"
+    return f"{_device('B200')}\n\n{base.table(header, rows)}"
 
 
 def blackwell_products() -> str:
     rows = [
         [
             f"`{row['configuration']}`",
-            number(row["tensor cores ms"]),
-            number(row["memory ms"]),
+            base.number(row["tensor cores ms"]),
+            base.number(row["memory ms"]),
             row["bound by"],
-            number(row["GB loaded"], 2),
-            number(row["bytes a clock and SM"], 0),
+            base.number(row["GB loaded"], 2),
+            base.number(row["bytes a clock and SM"], 0),
             *(str(row[name]) for name in ("FP4 MMA", "scale copies", "TMA loads", "spilled bytes")),
         ]
-        for row in part("blackwell_model", "products")
+        for row in base.part("blackwell_model", "products")
     ]
     header = ["configuration (predicted)", "tensor cores ms", "memory ms", "bound by", "GB loaded by tiles"]
     header += ["bytes a clock and SM for that", "FP4 MMA", "scale copies", "TMA loads", "spilled bytes"]
-    return table(header, rows)
+    return base.table(header, rows)
 
 
 def validation() -> str:
     rows = [
         [
             row["kernel"],
-            *(number(row[name], digits) for name, digits in MODEL),
+            *(base.number(row[name], digits) for name, digits in MODEL),
             row["bound by"],
-            number(row["measured ms"]),
-            percent(row["predicted / measured"]),
+            base.number(row["measured ms"]),
+            base.percent(row["predicted / measured"]),
         ]
-        for row in part("blackwell_model", "validation")
+        for row in base.part("blackwell_model", "validation")
     ]
     header = ["kernel (H200)", *(name for name, _ in MODEL), "bound by", "measured ms", "predicted / measured"]
-    return f"{_device('H200')}\n\n{table(header, rows)}"
+    return f"{_device('H200')}\n\n{base.table(header, rows)}"
 
 
 def _device(name: str) -> str:
-    device = part("blackwell_model", "devices")[name]
-    size = " x ".join(map(str, part("blackwell_model", "size")))
+    device = base.part("blackwell_model", "devices")[name]
+    size = " x ".join(map(str, base.part("blackwell_model", "size")))
     return (
         f"bf16, {size}; {name} taken as {device['processors']} multiprocessors at {device['clock'] / 1e9:.2f} GHz with "
         f"{device['bandwidth'] / 1e12:.2f} TB/s; code for {device['arch']}."
@@ -301,6 +252,7 @@ def _device(name: str) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    **render_step.SECTIONS,
     "speed": speed,
     "products": products,
     "candidates": candidates,
@@ -330,7 +282,7 @@ def render(page: str) -> str:
 def _section(name: str) -> str:
     try:
         text = SECTIONS[name]()
-    except NotMeasured as reason:
+    except base.NotMeasured as reason:
         text = str(reason)
     return f"<!-- {name} -->\n{text}\n<!-- end {name} -->"
 

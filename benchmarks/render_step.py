@@ -1,0 +1,107 @@
+"""Tables of a training step for docs/performance.md, from what train_step_gpu.py wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import render_base as base
+
+SETUPS = {"train_step_2048": "2048", "train_step_4096": "4096"}
+POOLED = "nvfp4-graphs"
+"""A CUDA graph's memory belongs to its pool: the allocator does not tell what lives between forward and backward."""
+
+
+def setups() -> Iterator[tuple[Mapping[str, Any], str, Mapping[str, Any]]]:
+    """(whole record, name of the setup, its record)."""
+    for name, setup in SETUPS.items():
+        yield base.load(name), setup, base.part(name, "setups")[setup]
+
+
+def steps() -> str:
+    rows, notes = [], []
+    for record, setup, found in setups():
+        notes.append(base.environment(record["environment"]))
+        rows += [[f"{setup}: {_shape(found)}", *_step(row)] for row in record["rows"]]
+    header = ["model", "variant", "ms", "of bf16", "peak GB", "of bf16", "kept for backward GB", "of bf16"]
+    return f"{' '.join(dict.fromkeys(notes))}\n\n{base.table(header, rows)}"
+
+
+def _shape(found: Mapping[str, Any]) -> str:
+    model = found["setup"]["model"]
+    return f"{model['layers']} layers of {model['dim']}, SwiGLU {model['hidden']}, {found['tokens']:,} tokens"
+
+
+def _step(row: Mapping[str, Any]) -> list[str]:
+    told = row["variant"] != POOLED
+    return [
+        row["variant"],
+        base.number(row["ms"], 1),
+        base.number(row["of bf16"], 3),
+        base.number(row["peak GB"], 2),
+        base.number(row["peak of bf16"], 3),
+        base.number(row["saved GB"], 2) if told else "",
+        base.number(row["saved of bf16"], 3) if told else "",
+    ]
+
+
+def step_marks() -> str:
+    rows = [
+        [setup, mark["what"], base.number(mark["value"], 3), f"{mark['mark']:g}", base.yes(mark["met"])]
+        for _, setup, found in setups()
+        for mark in found["marks"]
+    ]
+    return base.table(["model", "mark", "measured", "wanted", "met"], rows)
+
+
+def step_profile() -> str:
+    rows = []
+    for _, setup, found in setups():
+        for row in found["floors"]["nvfp4"]:
+            numbers = [base.number(row[key], 1) for key in ("bf16 ms", "ms", "floor ms")]
+            launches = "" if row["launches"] is None else str(row["launches"])
+            rows.append([setup, row["group"], *numbers, launches, base.number(row["GB"], 1)])
+    header = ["model", "kernels", "bf16 ms", "nvfp4 ms", "floor ms", "launches of ours", "GB they must move"]
+    return base.table(header, rows)
+
+
+def step_saved() -> str:
+    rows = []
+    for _, setup, found in setups():
+        kinds = {variant: _kinds(found["variants"][variant]) for variant in ("bf16", "nvfp4")}
+        for kind in dict.fromkeys([*kinds["bf16"], *kinds["nvfp4"]]):
+            counts = [kinds[variant].get(kind, (0, 0)) for variant in ("bf16", "nvfp4")]
+            if max(size for _, size in counts) > 5e7:
+                cells = [f"{count} x, {size / 1e9:.2f} GB" if count else "" for count, size in counts]
+                rows.append([setup, f"{kind[0]} {kind[1]}", *cells])
+    return base.table(["model", "tensor", "kept by bf16", "kept by nvfp4"], rows)
+
+
+def _kinds(variant: Mapping[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    return {
+        (one["dtype"], "x".join(map(str, one["shape"]))): (one["count"], one["bytes"])
+        for one in variant["saved, largest"]
+    }
+
+
+def step_compile() -> str:
+    rows = []
+    for name, what in (
+        ("train_step_2048_cold", "2048, cold"),
+        ("train_step_2048", "2048, cold, another process compiling beside"),
+        ("train_step_4096", "4096, cold, another process compiling beside"),
+        ("train_step_4096_warm", "4096, warm"),
+    ):
+        first = {row["variant"]: row["first step s"] for row in base.part(name, "rows")}
+        ratio = first["nvfp4"] / first["bf16"]
+        rows.append([what, base.number(first["bf16"], 1), base.number(first["nvfp4"], 1), base.number(ratio, 2)])
+    return base.table(["first step", "bf16 s", "nvfp4 s", "ratio"], rows)
+
+
+SECTIONS = {
+    "step": steps,
+    "step marks": step_marks,
+    "step profile": step_profile,
+    "step saved": step_saved,
+    "step compile": step_compile,
+}
