@@ -66,10 +66,9 @@ def compile_graph(
     patches = {
         **options.inductor,
         compat.JOINT_PASS: compat.GraphPass(compat.JOINT_PASS, joint, f"{plan.digest} joint"),
-        compat.POST_GRAD_PASS: compat.GraphPass(compat.POST_GRAD_PASS, lower, f"{plan.digest} lower"),
         **(extra_patches or {}),
     }
-    return compat.compile_fx(gm, example_inputs, patches, inner_compile)
+    return compat.compile_fx(gm, example_inputs, patches, inner_compile or compat.inner_compile_after(lower))
 
 
 def _joint(graph: fx.Graph, plan: GraphPlan, look: Callable[[str, fx.Graph], None] | None) -> None:

@@ -22,6 +22,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import detect_fake_mode
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,7 +31,6 @@ SUPPORTED = ((2, 11), (2, 15))
 """Torch versions the package is made for: at least the first, below the second."""
 
 JOINT_PASS = "joint_custom_pre_pass"
-POST_GRAD_PASS = "post_grad_custom_pre_pass"
 
 MARK = "fp4_site"
 """Key in ``node.meta["custom"]``: Dynamo nodes carry it, AOTAutograd copies it to forward and backward nodes."""
@@ -79,12 +79,28 @@ def compile_fx(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     patches: Mapping[str, Any],
-    inner_compile: Callable[..., Any] | None = None,
+    inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx`` with configuration patches that also hold for the backward compiled later."""
-    if inner_compile is None:
-        return _compile_fx(gm, example_inputs, config_patches=dict(patches))  # type: ignore[return-value]
     return _compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(patches))  # type: ignore[return-value]
+
+
+def inner_compile_after(change: Callable[[fx.Graph], None]) -> Callable[..., Any]:
+    """Inductor's compilation of one graph, forward or backward, after a change to it and to the graphs nested in it.
+
+    Its own hook for passes comes later: it computes the fake values of all that was changed there anew, and often of
+    what follows, which takes longer than the change.
+    """
+
+    @functools.wraps(_compile_fx_inner)
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **facts: Any) -> Any:
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                change(module.graph)
+                module.recompile()
+        return _compile_fx_inner(gm, example_inputs, **facts)
+
+    return compile_graph
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -362,7 +378,9 @@ def self_test() -> list[str]:
     problems = []
     if not SUPPORTED[0] <= version() < SUPPORTED[1]:
         problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
-    seen: dict[str, bool] = dict.fromkeys(("root scope", "source names", "marks", "descriptors", "gradients"), False)
+    seen: dict[str, bool] = dict.fromkeys(
+        ("root scope", "source names", "marks", "descriptors", "gradients", "inner compile"), False
+    )
 
     try:
         _test_template()
@@ -385,7 +403,8 @@ def self_test() -> list[str]:
         for node in gm.graph.nodes:
             if node.op == "call_function":
                 mark(node, 7)
-        return compile_fx(gm, inputs, {JOINT_PASS: GraphPass(JOINT_PASS, joint, "self test"), **CAPTURE_PATCHES})
+        patches = {JOINT_PASS: GraphPass(JOINT_PASS, joint, "self test"), **CAPTURE_PATCHES}
+        return compile_fx(gm, inputs, patches, inner_compile_after(lambda graph: seen.update({"inner compile": True})))
 
     model = torch.nn.Linear(16, 16, bias=False)
     with capture_context():

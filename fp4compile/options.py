@@ -97,7 +97,7 @@ def _inductor(mode: Any, settings: Any) -> dict[str, Any]:
     for name, value in settings.items():
         if not isinstance(name, str) or not compat.inductor_setting_exists(name):
             raise ConfigError(f"option 'inductor': {name!r} is no Inductor setting of this torch")
-        if name.replace("-", "_") in (compat.JOINT_PASS, compat.POST_GRAD_PASS):
+        if name.replace("-", "_") == compat.JOINT_PASS:
             raise ConfigError(
                 f"option 'inductor': {name!r} is used by this backend; set your pass in Inductor's config instead"
             )

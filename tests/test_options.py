@@ -73,7 +73,7 @@ def test_inductors_settings_win_over_the_modes() -> None:
         ({"inductor": {"max_autotunes": True}}, "'max_autotunes' is no Inductor setting"),
         ({"inductor": {3: True}}, "3 is no Inductor setting"),
         ({"inductor": {"joint_custom_pre_pass": print}}, "'joint_custom_pre_pass' is used by this backend"),
-        ({"inductor": {"post-grad-custom-pre-pass": print}}, "'post-grad-custom-pre-pass' is used by this backend"),
+        ({"inductor": {"joint-custom-pre-pass": print}}, "'joint-custom-pre-pass' is used by this backend"),
     ],
 )
 def test_what_is_refused_and_how(options: dict[str, Any], message: str) -> None:
@@ -136,7 +136,7 @@ class UserPass(torch._inductor.custom_graph_pass.CustomGraphPass):
         return self.key
 
 
-@pytest.mark.parametrize("hook", [compat.JOINT_PASS, compat.POST_GRAD_PASS])
+@pytest.mark.parametrize("hook", [compat.JOINT_PASS, "post_grad_custom_pre_pass"])
 def test_a_users_pass_in_the_same_hook_still_runs_after_ours(hook: str) -> None:
     user = UserPass()
     with torch._inductor.config.patch({hook: user}), compiling.inductor():

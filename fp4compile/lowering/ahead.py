@@ -17,6 +17,8 @@ from torch import Tensor, fx
 from .kernels.kernel import Kernel, collecting
 
 MOST_THREADS = 8
+_known: set[Any] = set()
+"""Calls whose kernels have been begun with."""
 
 
 def compile_ahead(node: fx.Node, implementation: Any, device: torch.device) -> None:
@@ -24,8 +26,19 @@ def compile_ahead(node: fx.Node, implementation: Any, device: torch.device) -> N
     arguments = fx.node.map_arg(node.args, lambda argument: argument.meta["val"])
     if any(_is_symbolic(value) for value in arguments):
         return
+    call = (implementation, device, *map(_described, arguments))
+    if call in _known:  # most layers are like another
+        return
+    _known.add(call)
     for kernel in launched(implementation, *arguments):
         kernel.compile_in(_pool(), torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _described(value: Any) -> Any:
+    """What of an argument kernels can depend on."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def launched(implementation: Any, *arguments: Any) -> list[Kernel]:
