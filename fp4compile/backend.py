@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="nvfp4")``: options, plan, Inductor with the passes before and after its partitioner."""
+"""``torch.compile(model, backend="nvfp4")``: options, plan, Inductor with passes before and after its partitioner."""
 
 from __future__ import annotations
 

@@ -112,6 +112,12 @@ def canonical(node: fx.Node) -> fx.Node:
     return node
 
 
+def has_row_scales(product: fx.Node) -> bool:
+    """Whether the left operand of a ``scaled_mm`` has a scale a row."""
+    amax = product.args[2]
+    return isinstance(amax, fx.Node) and amax.meta["val"].dim() == 1
+
+
 def laid_out(node: fx.Node, copies: bool = True) -> fx.Node:
     """The node whose elements a node has, each once, in another shape or order. ``copies``: also behind a copy that
     orders memory anew."""

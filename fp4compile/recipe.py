@@ -25,6 +25,7 @@ Format = Literal["nvfp4", "mxfp4", "bf16"]
 Role = Literal["forward", "dgrad", "wgrad"]
 Rounding = Literal["nearest", "stochastic"]
 RotatedScale = Literal["amax", "bound"]
+Scale = Literal["tensor", "row"]
 Precision = Literal["recipe", "nvfp4", "mxfp4", "bf16"]
 """What a policy says of one GEMM: as the recipe has it, or one format for both operands."""
 
@@ -42,12 +43,14 @@ class OperandSpec:
     """How one operand is quantized.
 
     ``block`` is (rows, columns) of the elements that share a scale, columns along the contraction dimension;
-    None for a bf16 operand, whose ``rounding`` means nothing.
+    None for a bf16 operand, whose ``rounding`` means nothing. ``scale``: what one float32 scale of an NVFP4 operand
+    is for.
     """
 
     format: Format
     block: tuple[int, int] | None
     rounding: Rounding
+    scale: Scale = "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,16 @@ class Recipe:
     rotation of 16, makes the GEMM's result non-finite as a non-finite operand does. Without effect without a
     rotation and on operands in MXFP4, which have no tensor scale, or bf16."""
 
+    activation_scale: Scale = "tensor"
+    """What one float32 scale of x in the forward GEMM is for: the "tensor", as NVIDIA does it, or a "row", that is
+    a token. With a scale a row nothing has to be reduced over the whole tensor before x is quantized: a row's largest
+    magnitude comes out of the kernel that computes the row, a norm or an activation, and a token with large values
+    costs the others nothing. The product's result is then float32, and its rows are multiplied in the kernel of what
+    follows. FP4 tensor cores' kernel has one factor, so where there are such tensor cores this GEMM is one of decoded
+    bf16 operands instead, at bf16's speed, and the report says so: it is a choice for GPUs without them. All other
+    operands keep their tensor scale; those of wgrad have blocks along the tokens. Without effect on x in MXFP4, which
+    has no tensor scale, or bf16."""
+
     stochastic: Collection[str] = frozenset({"dgrad.dy", "wgrad.dy"})
     """Operands, as "role.operand", that are rounded stochastically; all others to nearest even. Without
     effect on an operand that is bf16. Stored as a frozenset."""
@@ -126,6 +139,8 @@ class Recipe:
             raise bad_value(Recipe, "signs", self.signs, "a mask of 16 bits, 0 to 0xFFFF")
         if self.rotated_scale not in get_args(RotatedScale):
             raise bad_value(Recipe, "rotated_scale", self.rotated_scale, "'amax' or 'bound'")
+        if self.activation_scale not in get_args(Scale):
+            raise bad_value(Recipe, "activation_scale", self.activation_scale, "'tensor' or 'row'")
         object.__setattr__(self, "stochastic", _stochastic(self.stochastic))
 
     @classmethod
@@ -189,7 +204,8 @@ class Recipe:
         rounding: Rounding = "stochastic" if f"{role}.{name}" in self.stochastic else "nearest"
         if fmt == "mxfp4":
             return OperandSpec(fmt, (1, 32), rounding)
-        return OperandSpec(fmt, self.weight_block if name == "w" else (1, 16), rounding)
+        scale = self.activation_scale if (role, name) == ("forward", "x") else "tensor"
+        return OperandSpec(fmt, self.weight_block if name == "w" else (1, 16), rounding, scale)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain JSON values."""
@@ -199,6 +215,7 @@ class Recipe:
             "rotation": self.rotation,
             "signs": self.signs,
             "rotated_scale": self.rotated_scale,
+            "activation_scale": self.activation_scale,
             "stochastic": sorted(self.stochastic),
         }
 

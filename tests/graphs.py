@@ -17,7 +17,8 @@ fp4 = torch.ops.fp4
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """One side of a ``scaled_mm``: how it was quantized and the [rows, contraction] node it was made from. ``growth``:
-    what the amax before the rotation is multiplied by; None if the amax is that of the quantized tensor."""
+    what the amax before the rotation is multiplied by; None if the amax is that of the quantized tensor. ``by_row``: it
+    has an amax a row."""
 
     format: str
     block: tuple[int, ...] | None
@@ -25,6 +26,7 @@ class Operand:
     rotation: tuple[int, int] | None
     site: int
     growth: float | None
+    by_row: bool
     quantize: fx.Node | None
     source: fx.Node
 
@@ -66,7 +68,7 @@ def _operand(values: fx.Node, scales: fx.Node | None, amax: fx.Node | None, form
     quantize = None if scales is None else values.args[0]
     rows = values if quantize is None else quantize.args[0]
     rotated = rows.target is fp4.rotate.default
-    growth = None
+    growth, by_row = None, False
     if quantize is not None:
         assert values.target is operator.getitem and scales.args == (quantize, 1)
         assert amax is quantize.args[1], "the GEMM must use the amax that the codes were made with"
@@ -75,9 +77,16 @@ def _operand(values: fx.Node, scales: fx.Node | None, amax: fx.Node | None, form
             while amax.target is torch.ops.aten.mul.Tensor:
                 growth *= amax.args[1]
                 amax = amax.args[0]
+        elif amax is not None and amax.target is fp4.row_amax.default:
+            by_row = True
+            assert amax.args == (rows,), "the amaxes must be those of the rows that are quantized"
         else:
             rows_of_amax = rows
-        assert amax is None or (amax.target is fp4.amax.default and elements(amax.args[0]) is elements(rows_of_amax))
+        assert (
+            amax is None
+            or by_row
+            or (amax.target is fp4.amax.default and elements(amax.args[0]) is elements(rows_of_amax))
+        )
     return Operand(
         format=format,
         block=None if quantize is None else tuple(quantize.args[4]),
@@ -85,6 +94,7 @@ def _operand(values: fx.Node, scales: fx.Node | None, amax: fx.Node | None, form
         rotation=tuple(rows.args[1:]) if rotated else None,
         site=0 if quantize is None else quantize.args[6],
         growth=growth,
+        by_row=by_row,
         quantize=quantize,
         source=rows.args[0] if rotated else rows,
     )

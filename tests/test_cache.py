@@ -107,6 +107,7 @@ def test_the_digest_is_the_same_for_the_same_graph_and_options():
         {"recipe": Recipe.nvidia(rotation=0)},
         {"recipe": Recipe.nvidia(stochastic=())},
         {"recipe": Recipe.nvidia(rotated_scale="bound")},
+        {"recipe": Recipe.nvidia(activation_scale="row")},
         {"policy": {"skip": ["up"]}},
         {"policy": {"overrides": {"up": {"dgrad": "bf16"}}}},
         {"policy": {"min_size": 64}},

@@ -27,6 +27,7 @@ fields = st.fixed_dictionaries(
         "rotation": st.sampled_from([0, 4, 8, 16, 32, 64, 128]),
         "signs": st.integers(0, 0xFFFF),
         "rotated_scale": st.sampled_from(["amax", "bound"]),
+        "activation_scale": st.sampled_from(["tensor", "row"]),
         "stochastic": st.sets(st.sampled_from(ALL_OPERANDS)),
     },
 )
@@ -127,6 +128,21 @@ def test_what_is_not_rotated_has_its_own_amax(changes: dict) -> None:
 
 
 @given(fields)
+def test_only_an_nvfp4_activation_of_the_forward_has_a_scale_a_row(changes: dict) -> None:
+    recipe = Recipe(**{**changes, "activation_scale": "row"})
+    specs = [(role, recipe.gemm(role)) for role in ROLES]
+    by_row = [(role, spec.left.scale == "row", spec.right.scale == "row") for role, spec in specs if spec]
+    is_nvfp4 = recipe.forward[0] == "nvfp4"
+    assert by_row == [(role, role == "forward" and is_nvfp4, False) for role, spec in specs if spec]
+
+
+def test_an_activation_has_one_scale_a_tensor_unless_one_a_row_is_asked_for() -> None:
+    assert (
+        Recipe().gemm("forward").left.scale == Recipe(activation_scale="tensor").gemm("forward").left.scale == "tensor"
+    )
+
+
+@given(fields)
 def test_only_wgrad_is_rotated(changes: dict) -> None:
     specs = [Recipe(**changes).gemm(role) for role in ("forward", "dgrad")]
     assert all(spec is None or spec.rotate == 0 for spec in specs)
@@ -215,6 +231,8 @@ def test_a_recipe_cannot_be_changed_in_place() -> None:
         ("signs", -1, "16 bits"),
         ("rotated_scale", "max", "'amax' or 'bound'"),
         ("rotated_scale", None, "'amax' or 'bound'"),
+        ("activation_scale", "token", "'tensor' or 'row'"),
+        ("activation_scale", None, "'tensor' or 'row'"),
         ("stochastic", True, "forward.x"),
         ("stochastic", "dgrad.dy", "forward.x"),
         ("stochastic", {"dgrad.x"}, "forward.x"),

@@ -14,6 +14,7 @@ from models import K, N, T, tokens
 from torch import Tensor, nn
 
 import fp4compile
+from fp4compile import Recipe
 from fp4compile.errors import ConfigError
 from fp4compile.lowering import lower
 from fp4compile.report import Report
@@ -32,15 +33,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-def explained(case: str, mode: str) -> Report:
+def explained(case: str, mode: str, recipe: Recipe | None = None) -> Report:
     make, inputs = CASES[case]
-    return fp4compile.explain(models.seeded(make), inputs(), options={"save": mode})
+    return fp4compile.explain(models.seeded(make), inputs(), options={"save": mode, "recipe": recipe})
 
 
+@pytest.mark.parametrize("recipe", [None, Recipe.nvidia(activation_scale="row")], ids=["nvidia", "a scale a row"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_mode_saves_more_than_without_rewriting(case: str) -> None:
+def test_no_mode_saves_more_than_without_rewriting(case: str, recipe: Recipe | None) -> None:
     for mode in MODES:
-        saved = explained(case, mode).saved_for_backward
+        saved = explained(case, mode, recipe).saved_for_backward
         assert saved.bytes <= saved.baseline_bytes, mode
 
 

@@ -18,6 +18,8 @@ Load-bearing details, each of which changes bytes if "simplified"
 - NaN and Inf travel in gamax: it makes the GEMM's factor and every dequantized value non-finite. A block's
   own NaN is also in its scale.
 - Below gamax = 2688 / FLT_MAX (8e-36) S_enc is clamped and the values fade to 0.
+
+A scale a row: gamax may be [R] in place of 0-d. Each row is then quantized as a tensor of its own, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """[R, C] floating point, any strides -> (packed uint8 [R, nb * 8], scales float8_e4m3fn [R, nb]).
 
-    nb = ceil(C / 16) blocks run along the last dimension. gamax: 0-d float32 of the whole tensor.
-    square: one scale for 16 rows x 16 columns, repeated over the rows.
+    nb = ceil(C / 16) blocks run along the last dimension. gamax: 0-d float32 of the whole tensor, or [R] of its rows.
+    square: one scale for 16 rows x 16 columns, repeated over the rows; not of a tensor with a gamax a row.
     seed: 0-d int64 makes the codes (never the scales) stochastic.
     A ragged last block is filled with zeros; neither they nor missing rows of a last tile change an amax.
     """
-    s_enc = encode_scale(gamax)
+    s_enc = _of_rows(encode_scale(gamax))
     blocks = packing.pad_columns(x, BLOCK).to(torch.float32).unflatten(-1, (-1, BLOCK))
     bamax = blocks.abs().amax(-1)
     scales = block_scales(_tile_amax(bamax) if square else bamax, s_enc)
@@ -69,8 +71,13 @@ def _tile_amax(bamax: Tensor) -> Tensor:
     return tiles.expand(-1, BLOCK, -1).flatten(0, 1)[: bamax.shape[0]]
 
 
+def _of_rows(value: Tensor) -> Tensor:
+    """A number a row as what [R, n] is multiplied by; one number as it is."""
+    return value.unsqueeze(1) if value.dim() else value
+
+
 def encode_scale(gamax: Tensor) -> Tensor:
-    """S_enc, 0-d float32. NaN stays NaN."""
+    """S_enc, float32 of the shape of gamax. NaN stays NaN."""
     s_enc = (torch.full_like(gamax, TENSOR_MAX) / gamax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((gamax == 0) | (s_enc == 0), 1.0, s_enc)
 
@@ -94,12 +101,24 @@ def decode(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
 
 def dequantize(packed: Tensor, scales: Tensor, gamax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values (code * s_b) * (gamax / 2688), [R, nb * 16], in float32 and then cast."""
-    return (decode(packed, scales) * tensor_scale(gamax)).to(dtype)
+    return (decode(packed, scales) * _of_rows(tensor_scale(gamax))).to(dtype)
 
 
 def tensor_scale(gamax: Tensor) -> Tensor:
-    """gamax / 2688, 0-d float32."""
+    """gamax / 2688, float32 of the shape of gamax."""
     return gamax / torch.full_like(gamax, TENSOR_MAX)
+
+
+ROW_FACTOR = 1 / TENSOR_MAX
+
+
+def row_factors(gamax: Tensor) -> Tensor:
+    """[M] -> float32 [M, 1], gamax * (1 / 2688): what the rows of a product are multiplied by, after its other factor.
+
+    1/2688 is rounded first. Devices multiply rows in generated code that also does what follows, and such code divides
+    only nearly right (Triton's ``/``).
+    """
+    return (gamax.to(torch.float32) * ROW_FACTOR).unsqueeze(1)
 
 
 def gemm_factor(a_amax: Tensor | None, b_amax: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from .ahead import compile_ahead
 from .compiled import COMPILED
 from .cuda import CUDA, IMPLEMENTATIONS, TUNED
 from .emulate import emulate
-from .fold import TILED, fold
+from .fold import TILED, fold, fold_rows
 from .targets import has_kernels, target_of
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
@@ -26,6 +26,7 @@ PRODUCTS = (SCALED_MM, torch.ops.fp4.decoded_mm.default)
 def lower(graph: fx.Graph) -> None:
     """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
     fold(graph, lambda device: target_of(device).lowering == "kernels")
+    fold_rows(graph)
     emulate(graph, [node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if _is_emulated(node)])
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("fp4."):

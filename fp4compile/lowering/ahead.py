@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .kernels.kernel import Kernel, collecting
+from .kernels.kernel import Kernel, Odd, collecting
 
 MOST_THREADS = 8
 _known: set[Any] = set()
@@ -30,8 +30,8 @@ def compile_ahead(node: fx.Node, implementation: Any, device: torch.device) -> N
     if call in _known:  # most layers are like another
         return
     _known.add(call)
-    for kernel in launched(implementation, *arguments):
-        kernel.compile_in(_pool(), torch.cuda.current_device() if device.index is None else device.index)
+    for kernel, odd in launched(implementation, *arguments):
+        kernel.compile_in(_pool(), torch.cuda.current_device() if device.index is None else device.index, odd)
 
 
 def _described(value: Any) -> Any:
@@ -41,15 +41,15 @@ def _described(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def launched(implementation: Any, *arguments: Any) -> list[Kernel]:
-    """The kernels that a call would launch."""
-    with collecting() as kernels:
+def launched(implementation: Any, *arguments: Any) -> list[tuple[Kernel, Odd]]:
+    """The kernels that a call would launch, with tensors that are aligned."""
+    with collecting() as found:
         implementation(*arguments)
-    return kernels
+    return found
 
 
 def _is_symbolic(value: Any) -> bool:
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 

@@ -104,10 +104,13 @@ _SCALES = tuple(SCALE_DTYPES.values())
 
 def _typical(kinds: Sequence[Kind]) -> Iterator[Tensor]:
     """Zeros of the shapes that operands of one product have; no two sizes are equal that need not be."""
-    rows = iter(_ROWS)
+    rows, count = iter(_ROWS), 0
     for kind in kinds:
         if kind.dim == 0:
             yield torch.zeros((), dtype=kind.dtype)
+            continue
+        if kind.dim == 1:  # the amaxes of rows come behind the tensor that has the rows
+            yield torch.zeros(count, dtype=kind.dtype)
             continue
         if kind.dtype not in _SCALES:  # scales have the rows of the codes before them
             count = next(rows)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from ..formats import nvfp4
 from ..ops import REFERENCE
 from ..ops.library import BLOCKS, CHECKS
 from . import cublas
@@ -65,6 +66,8 @@ def quantize(
     tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     turned = x.t().is_contiguous() and not x.is_contiguous()
+    if _has_row_scales(amax):
+        return rows.quantize(x, amax.contiguous(), seed, format, site)
     if block[0] == 1:
         if turned:
             return columns.quantize(x.t(), amax, seed, format, site, None, tiled)
@@ -103,6 +106,8 @@ def quantize_decoded(
     rounding: str,
     site: int,
 ) -> Tensor:
+    if _has_row_scales(amax):
+        return rows.decoded(x, amax.contiguous(), seed, format, site)
     if block[0] == 1:
         if x.t().is_contiguous() and not x.is_contiguous():
             return columns.decoded(x.t(), amax, seed, format, site, None)
@@ -126,6 +131,11 @@ def rotate_quantize_decoded(
     if size != BLOCKS[format]:
         return rows.decoded(fp4.rotate(x, size, signs), amax, seed, format, site)
     return columns.decoded(x.t(), amax, seed, format, site, signs)
+
+
+def _has_row_scales(amax: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether an operand has a scale a row. Kernels that read columns take none: their x is copied to rows."""
+    return amax is not None and amax.dim() == 1
 
 
 def decode(codes: Tensor, scales: Tensor, format: Any, dtype: torch.dtype) -> Tensor:
@@ -158,6 +168,9 @@ def _values(x: Tensor, scales: Tensor | None, format: Any) -> Tensor:
 
 
 def decoded_mm(a: Tensor, a_amax: Tensor | None, b: Tensor, b_amax: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if _has_row_scales(a_amax):  # as emulate.py has it in a graph
+        product = decoded_mm(a, None, b, b_amax, torch.float32)
+        return product.mul_(nvfp4.row_factors(a_amax)).to(out_dtype)
     k = min(a.shape[1], b.shape[1])
     factors = factor.factors(a_amax, b_amax)
     return cublas.matmul(_operand(a, k), _operand(b, k), factors, out_dtype)

@@ -2,6 +2,9 @@
 
 Changes no value. In a partitioned graph it is known which codes are kept for the backward. All others only exist to be
 decoded, so their quantizer writes the values at once: the bytes of the codes are never written nor read.
+
+A product whose left operand has a scale a row is one without, in float32, and a multiplication of its rows in plain
+operators, which Inductor joins with what follows: the same operations in the same order as the operator's.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import aten, emit
+from ..formats import nvfp4
+from ..graph import aten, emit, has_row_scales, prims
 
 fp4 = torch.ops.fp4
 
@@ -38,6 +42,10 @@ def _is_bfloat16(operand: tuple[Any, ...]) -> bool:
     return operand[1] is not None or operand[0].meta["val"].dtype == torch.bfloat16
 
 
+def _is_transpose(node: fx.Node) -> bool:
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
 class _Emulator:
     def __init__(self, graph: fx.Graph, products: list[fx.Node]) -> None:
         self._graph = graph
@@ -49,12 +57,29 @@ class _Emulator:
             (a, b), out_dtype = _operands(product), product.args[8]
             with self._graph.inserting_before(product):
                 values = [self._values(product, *operand) for operand in (a, b)]
-                arguments = (values[0], a[2], values[1], b[2], out_dtype)
-                new = emit(self._graph, product, fp4.decoded_mm.default, *arguments)
+                if has_row_scales(product):
+                    new = self._by_row(product, values[0], a[2], values[1], b[2], out_dtype)
+                else:
+                    arguments = (values[0], a[2], values[1], b[2], out_dtype)
+                    new = emit(self._graph, product, fp4.decoded_mm.default, *arguments)
             product.replace_all_uses_with(new)
         for product in reversed(self._products):
             self._graph.erase_node(product)
         self._graph.eliminate_dead_code()
+
+    def _by_row(self, product: fx.Node, a: fx.Node, a_amax: Any, b: fx.Node, b_amax: Any, dtype: Any) -> fx.Node:
+        """formats/nvfp4.py, ``row_factors``."""
+
+        def call(target: Any, *arguments: Any) -> fx.Node:
+            return emit(self._graph, product, target, *arguments)
+
+        factors = a_amax
+        if factors.meta["val"].dtype != torch.float32:
+            factors = call(prims.convert_element_type.default, factors, torch.float32)
+        factors = call(aten.unsqueeze.default, call(aten.mul.Tensor, factors, nvfp4.ROW_FACTOR), 1)
+        result = call(fp4.decoded_mm.default, a, None, b, b_amax, torch.float32)
+        result = call(aten.mul.Tensor, result, factors)
+        return result if dtype == torch.float32 else call(prims.convert_element_type.default, result, dtype)
 
     def _values(self, product: fx.Node, codes: fx.Node, scales: fx.Node | None, amax: Any, format: str) -> fx.Node:
         if scales is None:
@@ -77,8 +102,11 @@ class _Emulator:
         x, *rest = quantizer.args
         assert isinstance(x, fx.Node)
         square = quantizer.target is fp4.quantize.default and rest[3][0] != 1  # type: ignore[index]
-        if square and rest[1] is None and x.target is aten.permute.default:  # the same both ways, and cuBLAS reads both
-            # Noise would follow the place of an element.
+        # The same both ways, and cuBLAS reads both; but noise follows the place of an element.
+        if square and rest[1] is None and _is_transpose(x):
             values = emit(self._graph, codes, _VALUES[quantizer.target], x.args[0], *rest)
+            rows = x.meta["val"].shape[0]
+            if isinstance(rows, torch.SymInt) or values.meta["val"].shape[1] != rows:  # what only fills up a block
+                values = emit(self._graph, codes, aten.slice.Tensor, values, 1, 0, rows)
             return emit(self._graph, codes, aten.permute.default, values, [1, 0])
         return emit(self._graph, codes, _VALUES[quantizer.target], x, *rest)

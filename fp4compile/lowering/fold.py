@@ -53,19 +53,36 @@ def fold(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
         graph.erase_node(node)
 
 
+def fold_rows(graph: fx.Graph) -> None:
+    """The amax of each row in plain operators, in place: on all devices, for there is no kernel of this package.
+
+    They are in the dtype of the rows, not in float32: what rounds them is that they are stored, see above. A cast to
+    float32 would be done in the same kernel, before anything is rounded.
+    """
+    for node in graph.find_nodes(op="call_function", target=fp4.row_amax.default):
+        x = node.args[0]
+        with graph.inserting_before(node):
+            columns = x.meta["val"].shape[1]
+            if isinstance(columns, int) and columns == 0:  # there is no maximum of nothing
+                result = emit(graph, node, aten.sum.dim_IntList, x, [-1])
+            else:
+                result = emit(graph, node, aten.amax.default, emit(graph, node, aten.abs.default, x), [-1])
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
 def foldable(
     graph: fx.Graph, eligible: Callable[[torch.device], bool], is_template: Callable[[fx.Node], bool] = is_tiled
 ) -> Iterator[fx.Node]:
     """The ``fp4.amax`` nodes that ``fold`` replaces. ``is_template``: which products have an epilogue of their own."""
     for node in graph.find_nodes(op="call_function", target=fp4.amax.default):
-        producer = _producer(node)
-        if (
-            eligible(node.meta["val"].device)
-            and _is_generated(producer)
-            and _has_rows(producer.meta["val"])
-            and not _is_epilogue(producer, is_template)
-        ):
+        if eligible(node.meta["val"].device) and finds_row_maxima(_producer(node), is_template):
             yield node
+
+
+def finds_row_maxima(producer: fx.Node, is_template: Callable[[fx.Node], bool] = is_tiled) -> bool:
+    """Whether a kernel of Inductor's computes a node and can find the maxima of its rows, too."""
+    return _is_generated(producer) and _has_rows(producer.meta["val"]) and not _is_epilogue(producer, is_template)
 
 
 def _producer(amax: fx.Node) -> fx.Node:

@@ -13,7 +13,12 @@ code * block scale, exact in bfloat16; the tensor scale is left to the product:
 
     D = (gamaxA * gamaxB / (2688 * 2688)) * sum_k a[m, k] * b[n, k]
 
-a_amax, b_amax: 0-d float32, or None of an operand without a tensor scale. Accumulated in float32, multiplied, rounded
+a_amax, b_amax: 0-d float32, or None of an operand without a tensor scale. a_amax may be [M], of a scale a row, in any
+of bfloat16, float16 and float32; then, each product rounded to float32 (why so: fp4::scaled_mm),
+
+    D = (sum_k a[m, k] * b[n, k] * (gamaxB / 2688)) * (gamaxA[m] * float32(1 / 2688))
+
+Accumulated in float32, multiplied, rounded
 once; an implementation may only differ in the order of accumulation. Operands have any strides; those whose rows or
 whose columns are contiguous are read where they are. Where K differs, by less than 32, the tail of the longer is
 padding and is left out.
@@ -31,7 +36,7 @@ from ..formats import rotation
 from . import decode, rotated
 from . import quantize as _quantize
 from . import scaled_mm as products
-from .library import BLOCKS, check_scalar, define
+from .library import BLOCKS, define
 
 
 def quantize_decoded(
@@ -143,7 +148,7 @@ def _check_product(a: Tensor, a_amax: Tensor | None, b: Tensor, b_amax: Tensor |
         if x.dim() != 2:
             raise ConfigError(f"fp4::decoded_mm: {name} has shape {list(x.shape)}; a 2-D tensor, [rows, K], is needed")
         if amax is not None:
-            check_scalar("decoded_mm", f"{name}_amax", amax, torch.float32)
+            products.check_amax("decoded_mm", name, x, amax)
     products.check_product("decoded_mm", a.shape[1], b.shape[1], out_dtype)
 
 

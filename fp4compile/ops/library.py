@@ -58,9 +58,23 @@ def check_dtype(op: str, name: str, x: Tensor) -> None:
         )
 
 
+def is_scalar(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    return x.dim() == 0 and x.dtype == dtype
+
+
 def check_scalar(op: str, name: str, x: Tensor, dtype: torch.dtype) -> None:
-    if x.dim() != 0 or x.dtype != dtype:
+    if not is_scalar(x, dtype):
         raise ConfigError(f"fp4::{op}: {name} has shape {list(x.shape)}, {x.dtype}; a 0-d {dtype} tensor is needed")
+
+
+def check_row_amax(op: str, name: str, amax: Tensor, rows: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """[rows], of one of the dtypes."""
+    if amax.dim() != 1 or amax.shape[0] != rows or amax.dtype not in dtypes:
+        allowed = " or ".join(map(str, dtypes))
+        raise ConfigError(
+            f"fp4::{op}: {name} has shape {list(amax.shape)}, {amax.dtype}; a 0-d torch.float32 tensor is needed, or, "
+            f"of a scale a row, [{rows}] in {allowed}, x.abs().amax(-1)"
+        )
 
 
 def check_format(op: str, name: str, value: str) -> None:

@@ -10,6 +10,9 @@ element.
 | nvfp4 | (16, 16) | float8_e4m3fn, repeated over a tile's 16 rows | 0-d float32, of the whole tensor |
 | mxfp4 | (1, 32) | float8_e8m0fnu | None |
 
+nvfp4 with blocks (1, 16), not tiled, may have a scale a row in place of one a tensor: amax is then [R], max |x| of each
+row, in x's dtype or float32. Each row is quantized as if it were the whole tensor.
+
 tiled: scales in the order of tensor cores, [ceil(R / 128), ceil(nb / 4), 32, 4, 4], the rest of the last tiles zero
 (formats/layout.py).
 
@@ -26,7 +29,16 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..formats import layout, mxfp4, noise, nvfp4
-from .library import BLOCKS, SCALE_DTYPES, check_format, check_input, check_scalar, define
+from .library import (
+    BLOCKS,
+    SCALE_DTYPES,
+    check_format,
+    check_input,
+    check_row_amax,
+    check_scalar,
+    define,
+    is_scalar,
+)
 
 ALLOWED_BLOCKS = {"nvfp4": ((1, 16), (16, 16)), "mxfp4": ((1, 32),)}
 
@@ -41,7 +53,7 @@ def quantize(
     site: int,
     tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(x, amax, seed, format, block, rounding, site)
+    _check(x, amax, seed, format, block, rounding, site, tiled)
     codes, scales = formulas(x, amax, seed, format, block, rounding, site, tiled)
     return codes, scales.view(SCALE_DTYPES[format])
 
@@ -61,7 +73,7 @@ def formulas(
     if amax is None:
         codes, scales = mxfp4.quantize(x, seed=seed, site=site)
     else:
-        codes, scales = nvfp4.quantize(x, amax, square=block[0] != 1, seed=seed, site=site)
+        codes, scales = nvfp4.quantize(x, amax.to(torch.float32), square=block[0] != 1, seed=seed, site=site)
     return codes.contiguous(), layout.to_tiles(scales) if tiled else scales.contiguous()
 
 
@@ -75,7 +87,7 @@ def _fake(
     site: int,
     tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(x, amax, seed, format, block, rounding, site)
+    _check(x, amax, seed, format, block, rounding, site, tiled)
     rows, blocks, width = x.shape[0], _block_count(x, format), BLOCKS[format]
     codes = x.new_empty((rows, blocks * (width // 2)), dtype=torch.uint8)
     shape = layout.tiles_shape(rows, blocks) if tiled else (rows, blocks)
@@ -101,19 +113,26 @@ def _check(
     if tuple(block) not in ALLOWED_BLOCKS[format]:
         allowed = " or ".join(map(str, ALLOWED_BLOCKS[format]))
         raise ConfigError(f"fp4::quantize: block is {tuple(block)}; {format} has {allowed}")
-    _check_amax(amax, format)
+    _check_amax(x, amax, format, block, tiled)
     _check_rounding(seed, rounding, site)
     if seed is not None:
         noise.check_size(x.shape[0], _block_count(x, format) * BLOCKS[format])
 
 
-def _check_amax(amax: Tensor | None, format: str) -> None:
+def _check_amax(x: Tensor, amax: Tensor | None, format: str, block: Sequence[int], tiled: bool) -> None:
     if amax is None and format == "nvfp4":
         raise ConfigError("fp4::quantize: nvfp4 needs the amax of the tensor, torch.ops.fp4.amax(x)")
     if amax is not None and format != "nvfp4":
         raise ConfigError(f"fp4::quantize: {format} has no tensor scale; leave amax None")
-    if amax is not None:
-        check_scalar("quantize", "amax", amax, torch.float32)
+    if amax is None or is_scalar(amax):
+        return
+    check_row_amax("quantize", "amax", amax, x.shape[0], (torch.float32, x.dtype))
+    if block[0] != 1 or tiled:
+        how = "tiled" if tiled else f"block {tuple(block)}"
+        raise ConfigError(
+            f"fp4::quantize: amax has shape {list(amax.shape)}, a scale a row, with {how}; that needs "
+            "block (1, 16) and tiled=False, or amax 0-d"
+        )
 
 
 def _check_rounding(seed: Tensor | None, rounding: str, site: int) -> None:

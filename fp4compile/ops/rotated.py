@@ -15,7 +15,7 @@ from torch import Tensor
 from . import amax as _amax
 from . import quantize as _quantize
 from . import rotate as _rotate
-from .library import BLOCKS, define
+from .library import BLOCKS, check_scalar, define
 
 
 def rotated_amax(x: Tensor, size: int, signs: int) -> Tensor:
@@ -47,6 +47,7 @@ def rotate_quantize(
     signs: int,
     tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    _check_amax(amax)
     rotated, block = _rotate.rotate(x, size, signs), [1, BLOCKS[format]]
     return _quantize.quantize(rotated, amax, seed, format, block, rounding, site, tiled)
 
@@ -62,6 +63,7 @@ def _rotate_quantize_fake(
     signs: int,
     tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    _check_amax(amax)
     rotated, block = _rotate._fake(x, size, signs), [1, BLOCKS[format]]
     return _quantize._fake(rotated, amax, seed, format, block, rounding, site, tiled)
 
@@ -79,6 +81,13 @@ def _check_rotate_quantize(
 ) -> None:
     _rotate._check(x, size, signs)
     _quantize._check(x, amax, seed, format, [1, BLOCKS.get(format, 0)], rounding, site)
+    _check_amax(amax)
+
+
+def _check_amax(amax: Tensor | None) -> None:
+    """Of the whole tensor: no recipe has rotated operands with a scale a row."""
+    if amax is not None:
+        check_scalar("rotate_quantize", "amax", amax, torch.float32)
 
 
 define("rotated_amax(Tensor x, int size, int signs) -> Tensor", rotated_amax, _rotated_amax_fake, check=_rotate._check)

@@ -4,11 +4,19 @@ Each operand is (tensor, scales, amax, format):
 
 | format | tensor | scales | amax |
 |---|---|---|---|
-| nvfp4 | packed uint8 [rows, nb * 8] | float8_e4m3fn [rows, nb] | 0-d float32 |
+| nvfp4 | packed uint8 [rows, nb * 8] | float8_e4m3fn [rows, nb] | 0-d float32; see below |
 | mxfp4 | packed uint8 [rows, nb * 16] | float8_e8m0fnu [rows, nb] | None |
 | bf16 | [rows, K] bfloat16, float16 or float32, any strides | None | None |
 
     D = (gamaxA * gamaxB / (2688 * 2688)) * sum_k decode(a)[m, k] * decode(b)[n, k]
+
+The left operand may have a scale a row (``fp4::quantize``): its amax is then [M], bfloat16, float16 or float32. Its
+factor comes behind the other's, so that a device can multiply by a number first and rows afterwards:
+
+    D = (sum_k decode(a)[m, k] * decode(b)[n, k] * (gamaxB / 2688)) * (gamaxA[m] * float32(1 / 2688))
+
+each product rounded to float32, from left to right. The last factor is a product, not a division, because generated
+code divides only nearly right on a GPU. Not with tiled scales: the tensor cores' kernel has one factor.
 
 tiled: both scales are in the order of tensor cores, as fp4::quantize writes them with tiled=True.
 
@@ -26,7 +34,17 @@ from torch import Tensor
 from ..errors import ConfigError, UnsupportedDtypeError
 from ..formats import layout, nvfp4
 from . import decode
-from .library import BLOCKS, INPUT_DTYPES, check_codes, check_format, check_input, check_scalar, define
+from .library import (
+    BLOCKS,
+    INPUT_DTYPES,
+    check_codes,
+    check_format,
+    check_input,
+    check_row_amax,
+    check_scalar,
+    define,
+    is_scalar,
+)
 
 WIDEST_BLOCK = max(BLOCKS.values())
 
@@ -69,11 +87,17 @@ def formulas(
 def product(
     left: Tensor, a_amax: Tensor | None, right: Tensor, b_amax: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Of float32 [M, K] and [N, K], K the shorter of the two, times the factor of the tensor scales."""
+    """Of float32 [M, K] and [N, K], K the shorter of the two, times the factor of the tensor scales, then of rows."""
     k = min(left.shape[1], right.shape[1])
     out = left[:, :k] @ right[:, :k].t()
-    factor = nvfp4.gemm_factor(a_amax, b_amax)
-    return (out if factor is None else out * factor).to(out_dtype).contiguous()
+    by_row = a_amax is not None and a_amax.dim() == 1
+    factor = nvfp4.gemm_factor(None if by_row else a_amax, b_amax)
+    if factor is not None:
+        out = out * factor
+    if by_row:
+        assert a_amax is not None
+        out = out * nvfp4.row_factors(a_amax)
+    return out.to(out_dtype).contiguous()
 
 
 def _rows_of_tiles(codes: Tensor, tiles: Tensor | None, format: str) -> Tensor:
@@ -115,6 +139,8 @@ def _check(
 ) -> None:
     _check_operand("a", a, a_scales, a_amax, a_format, tiled)
     _check_operand("b", b, b_scales, b_amax, b_format, tiled)
+    if tiled and a_amax is not None and a_amax.dim():
+        raise ConfigError("fp4::scaled_mm: a_amax is a scale a row, which needs scales that are not tiled: tiled=False")
     check_product("scaled_mm", _k(a, a_scales, a_format), _k(b, b_scales, b_format), out_dtype)
 
 
@@ -152,7 +178,15 @@ def _check_operand(name: str, x: Tensor, scales: Tensor | None, amax: Tensor | N
     if amax is not None and format != "nvfp4":
         raise ConfigError(f"fp4::scaled_mm: {name} is {format}, without a tensor scale; leave its amax None")
     if amax is not None:
-        check_scalar("scaled_mm", f"{name}_amax", amax, torch.float32)
+        check_amax("scaled_mm", name, x, amax)
+
+
+def check_amax(op: str, name: str, x: Tensor, amax: Tensor) -> None:
+    """Of an operand of a product: of the tensor, or, on the left, of its rows."""
+    if name == "a" and not is_scalar(amax):
+        check_row_amax(op, "a_amax", amax, x.shape[0], INPUT_DTYPES)
+    else:
+        check_scalar(op, f"{name}_amax", amax, torch.float32)
 
 
 define(

@@ -145,7 +145,12 @@ class _SiteRewriter:
                 if salt is Salt.WGRAD_X and self.tangent is not None:
                     rows = emit(self.graph, at, fp4.anchor.default, rows, [self.tangent])
                 arguments += self._quantized(at, rows, operand_spec, spec, salt)
-        return emit(self.graph, node, fp4.scaled_mm.default, *arguments, dtype)
+        if sides[1][0].scale == "tensor":
+            return emit(self.graph, node, fp4.scaled_mm.default, *arguments, dtype)
+        # The left operand may have a scale a row: the product is turned.
+        result = emit(self.graph, node, fp4.scaled_mm.default, *arguments[4:], *arguments[:4], dtype)
+        result = emit(self.graph, node, aten.permute.default, result, [1, 0])
+        return emit(self.graph, node, aten.clone.default, result, memory_format=torch.contiguous_format)
 
     def _quantized(self, like: fx.Node, rows: fx.Node, operand: OperandSpec, spec: GemmSpec, salt: Salt) -> list[Any]:
         """(codes, scales, amax, format) of a [rows, contraction] operand; the tensor itself for a bf16 operand."""
@@ -159,7 +164,9 @@ class _SiteRewriter:
         else:
             amax = None
             if operand.format == "nvfp4":
-                new += self._amax(like, plain, rows, spec)
+                by_row = operand.scale == "row"
+                row_amax = fp4.row_amax.default
+                new += [emit(self.graph, like, row_amax, rows)] if by_row else self._amax(like, plain, rows, spec)
                 amax = new[-1]
             site = self.number * _SALTS_PER_SITE + salt
             seed = self.seeds.on(rows.meta["val"].device, like) if operand.rounding == "stochastic" else None

@@ -18,7 +18,16 @@ from ..graph import CASTS, LAYOUT, aten, laid_out
 fp4 = torch.ops.fp4
 
 SHARED = (
-    LAYOUT | CASTS | {fp4.anchor.default, fp4.amax.default, fp4.rotate.default, fp4.quantize.default, operator.getitem}
+    LAYOUT
+    | CASTS
+    | {
+        fp4.anchor.default,
+        fp4.amax.default,
+        fp4.row_amax.default,
+        fp4.rotate.default,
+        fp4.quantize.default,
+        operator.getitem,
+    }
 )
 
 

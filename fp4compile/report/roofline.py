@@ -7,8 +7,8 @@ each at a fixed share (``Efficiency``) of what the data sheet promises:
 
 Bytes: every input read once, every output written once, as the graph has them. Graphs captured on a CPU are counted as
 ``passes/fuse.py`` fuses them for a GPU, on a copy, and an amax that ``lowering/fold.py`` folds into the kernel that
-computes its tensor reads nothing. Operations: 2 M N K for a product. There is nothing in it for the start of a kernel,
-for caches, for communication or for the optimizer.
+computes its tensor reads nothing, nor do the amaxes of rows there. Operations: 2 M N K for a product. There is nothing
+in it for the start of a kernel, for caches, for communication or for the optimizer.
 
 Calibration: three shares, fitted to three published numbers of one layer, so they are reproduced by construction.
 Transformer Engine's GEMM benchmark on a B300: 15,872 tokens, hidden 4096, ffn 16384, the 12 products of QKV, attention
@@ -37,8 +37,8 @@ from torch import fx
 
 from .. import compat
 from ..errors import ConfigError
-from ..graph import LAYOUT, aten
-from ..lowering.fold import foldable
+from ..graph import LAYOUT, aten, has_row_scales, laid_out
+from ..lowering.fold import finds_row_maxima, foldable
 from ..passes.classify import MATMULS
 from ..passes.fuse import fuse
 from ..table import table
@@ -205,12 +205,21 @@ def fused(graph: fx.Graph) -> fx.Graph:
 
 
 def folded(graph: fx.Graph, gpu: Gpu) -> set[fx.Node]:
-    """The amaxes that cost nothing on a GPU: the kernels that compute their tensors find them."""
+    """The amaxes that cost nothing on a GPU: the kernels that compute their tensors, or rows, find them."""
 
     def is_template(product: fx.Node) -> bool:
-        return gpu.fp4 is not None and product.args[3] == product.args[7] != "bf16"
+        return _is_native(product, gpu)
 
-    return set(foldable(graph, lambda device: True, is_template))
+    free = set(foldable(graph, lambda device: True, is_template))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default):
+        if finds_row_maxima(laid_out(node.all_input_nodes[0], copies=False), is_template):
+            free.add(node)
+    return free
+
+
+def _is_native(product: fx.Node, gpu: Gpu) -> bool:
+    """Whether tensor cores multiply the codes themselves (passes/tile.py)."""
+    return gpu.fp4 is not None and product.args[3] == product.args[7] != "bf16" and not has_row_scales(product)
 
 
 def work_of(node: fx.Node, site: str, model: Model) -> list[Work]:
@@ -236,14 +245,15 @@ def _quantizer(node: fx.Node, site: str, model: Model) -> Work:
 
 
 def _scaled_product(node: fx.Node, site: str, model: Model) -> list[Work]:
-    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands."""
+    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands. With a
+    scale a row its result is float32, and what follows reads that: counted as decoding."""
     left, right = node.args[:4], node.args[4:8]
     m, n = (_size(operand[0], 0) for operand in (left, right))
     k = min(_contraction(*operand) for operand in (left, right))
     out = sum(map(_bytes, _tensors(node)))
     flops = 2.0 * m * n * k
     bf16, fp8 = (model.product(m, n, k, precision, out) for precision in ("bf16", "fp8"))
-    if model.gpu.fp4 is not None and left[3] == right[3] != "bf16":
+    if _is_native(node, model.gpu):
         moved = _bytes_moved(node)
         seconds = max(model.memory(moved), model.compute(flops, "fp4"))
         return [Work(site, "product", seconds, bf16, fp8, moved, flops)]
@@ -253,10 +263,13 @@ def _scaled_product(node: fx.Node, site: str, model: Model) -> list[Work]:
         + BYTES["bf16"] * _size(operand[0], 0) * _contraction(*operand)
         for operand in packed
     )
-    moved = (m + n) * k * BYTES["bf16"] + out
+    written = 4.0 * m * n if has_row_scales(node) else float(out)
+    decoded += written - out
+    moved = (m + n) * k * BYTES["bf16"] + written
+    seconds = model.product(m, n, k, "bf16", written)
     return [
         Work(site, "decode", model.memory(decoded), 0.0, 0.0, decoded, 0.0),
-        Work(site, "product", bf16, bf16, fp8, moved, flops),
+        Work(site, "product", seconds, bf16, fp8, moved, flops),
     ]
 
 

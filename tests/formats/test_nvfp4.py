@@ -68,6 +68,32 @@ def test_scale_bytes_are_the_oracle_s_for_many_blocks(seed, narrow):
     assert_same(scale_bytes(scales), oracle.Nvfp4(x.tolist()).scales)
 
 
+matrices = strategies.matrices() | strategies.matrices_with_nonfinite()
+
+
+@given(matrices)
+def test_with_a_gamax_a_row_each_row_is_a_tensor_of_its_own(x):
+    gamax = x.abs().amax(-1).float()
+    packed, scales, _ = quantize(x, amax=gamax)
+    values = nvfp4.dequantize(packed, scales, gamax)
+    for row in range(x.shape[0]):
+        alone = quantize(x[row : row + 1])
+        assert_same(gamax[row], alone[2])
+        assert_same(scale_bytes(scales)[row], scale_bytes(alone[1])[0])
+        assert_same(packed[row], alone[0][0])
+        assert_same(values[row], nvfp4.dequantize(*alone)[0])
+
+
+@given(matrices, strategies.seeds, strategies.sites)
+def test_with_a_gamax_a_row_noise_is_still_that_of_the_place(x, seed, site):
+    gamax, how = x.abs().amax(-1).float(), {"seed": torch.tensor(seed), "site": site}
+    packed, scales, _ = quantize(x, amax=gamax, **how)
+    for row in range(x.shape[0]):
+        of_all = quantize(x, amax=gamax[row], **how)
+        assert_same(scale_bytes(scales)[row], scale_bytes(of_all[1])[row])
+        assert_same(packed[row], of_all[0][row])
+
+
 @given(strategies.matrices(), BLOCKS)
 def test_padding_is_zero_and_changes_nothing(x, block):
     """Zeros appended by hand give the same bytes, and the same rows, as the padding inside."""
@@ -229,6 +255,16 @@ def neighbours(v):
     if abs(v) == oracle.MAGNITUDES[upper]:
         allowed.discard(upper - 1)
     return {code + sign for code in allowed}
+
+
+def test_the_factors_of_rows_are_products():
+    """With 1/2688 rounded first, in any dtype of an amax."""
+    for dtype in strategies.DTYPES:
+        gamax = torch.tensor([3.7, 0.0, 1e-4, math.inf, math.nan], dtype=dtype)
+        expected = [oracle.f32(value * oracle.f32(1 / 2688)) for value in gamax.tolist()]
+        factors = nvfp4.row_factors(gamax)
+        assert factors.shape == (5, 1) and factors.dtype == torch.float32
+        assert_same(factors[:, 0], expected)
 
 
 class TestGemmFactor:

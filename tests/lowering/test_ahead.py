@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from fp4compile.errors import ConfigError
 from fp4compile.lowering import ahead, cuda
 from fp4compile.lowering.kernels import decode
 from fp4compile.lowering.kernels.kernel import Kernel
@@ -29,7 +30,7 @@ class Pool:
     def __init__(self) -> None:
         self.kernels: list[str] = []
 
-    def submit(self, function: Any, kernel: Kernel, capability: tuple[int, int]) -> Future[Any]:
+    def submit(self, function: Any, kernel: Kernel, capability: tuple[int, int], odd: Any) -> Future[Any]:
         assert capability == (9, 0)
         self.kernels.append(kernel.name)
         future: Future[Any] = Future()
@@ -53,7 +54,7 @@ def quantize_node(x: torch.Tensor) -> fx.Node:
 def test_the_kernels_of_a_call_are_known_before_it_is_made(hopper: None) -> None:
     x, amax = torch.empty(64, 128, dtype=torch.bfloat16, device="meta"), torch.empty((), device="meta")
     found = ahead.launched(cuda.quantize, x, amax, *QUANTIZE)
-    assert [kernel.name for kernel in found] == ["quantize_rows_nvfp4_nearest_bfloat16"]
+    assert [(kernel.name, odd) for kernel, odd in found] == [("quantize_rows_nvfp4_nearest_bfloat16", ())]
 
 
 def test_a_kernel_is_submitted_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +88,21 @@ def test_an_error_of_the_compiler_is_raised_at_the_launch(hopper: None) -> None:
     kernel._pending[0, ()].set_exception(RuntimeError("no such register"))
     with pytest.raises(RuntimeError, match="no such register"):
         kernel._binary(0)
+
+
+def test_the_numbers_of_a_call_are_part_of_what_is_compiled(hopper: None) -> None:
+    x, amax = torch.empty(33, 48, dtype=torch.bfloat16, device="meta"), torch.empty((), device="meta")
+    ((kernel, odd),) = ahead.launched(cuda.quantize, x, amax, *QUANTIZE)  # 99 blocks
+    assert [list(kernel.signature)[place] for place in odd] == ["blocks"]
+
+
+def test_symbolic_strides_submit_nothing() -> None:
+    strided = type("Strided", (torch.Tensor,), {"stride": lambda self: (torch.SymInt(None), 1)})
+    assert ahead._is_symbolic(torch.empty(4, 4).as_subclass(strided))
+    assert not ahead._is_symbolic(torch.empty(4, 4))
+
+
+def test_a_tensor_of_the_cpu_is_no_address_for_a_gpu(hopper: None) -> None:
+    kernel = fresh_decode()
+    with pytest.raises(ConfigError, match="move it to the same device"):
+        kernel.run(1, torch.zeros(4, dtype=torch.uint8), torch.zeros(1), torch.zeros(4), 1)

@@ -20,7 +20,22 @@ from fp4compile.lowering.emulate import emulate
 from fp4compile.lowering.targets import target_for
 from fp4compile.passes.fuse import fuse
 
+
+class Product(nn.Module):
+    """x @ w, whose weight has the columns of the result, no multiple of a block of them."""
+
+    def __init__(self, permuted: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K if permuted else 33))
+        self.permuted = permuted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.permute(0, 1)) if self.permuted else x @ self.weight + 1
+
+
 MODELS: dict[str, Any] = {
+    "odd columns": lambda: Product(permuted=False),
+    "a permutation that is none": lambda: Product(permuted=True),
     "linear": lambda: nn.Linear(K, N),
     "q, k and v of one input": models.QKV,
     "checkpointed block": lambda: models.Checkpointed(models.QKV()),

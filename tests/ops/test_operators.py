@@ -50,6 +50,13 @@ def calls(x):
     yield fp4.rotate_quantize_decoded, (x, None, None, "mxfp4", "nearest", 0, 16, 0)
     values = x.to(torch.bfloat16)
     yield fp4.decoded_mm, (values, amax, values.clone(), None, torch.float32)
+    row_amax = x.abs().amax(-1)
+    yield fp4.row_amax, (x,)
+    by_row = fp4.quantize(x, row_amax, None, *HOW)
+    yield fp4.quantize, (x, row_amax, SEED, "nvfp4", (1, 16), "stochastic", 6)
+    yield fp4.quantize_decoded, (x, row_amax, None, *HOW)
+    yield fp4.scaled_mm, (*by_row, row_amax, "nvfp4", packed, scales, amax, "nvfp4", torch.bfloat16)
+    yield fp4.decoded_mm, (values, row_amax, values.clone(), amax, torch.float16)
     yield fp4.decoded_mm, (values, amax, fp4.quantize_decoded(x, amax, None, *HOW), amax, torch.bfloat16)
 
 
@@ -142,7 +149,7 @@ def test_unsupported_dtypes_name_the_cast(dtype):
             call()
 
 
-X, AMAX = matrix(16, 32), torch.tensor(3.0)
+X, AMAX, ROWS = matrix(16, 32), torch.tensor(3.0), torch.full((16,), 3.0)
 PACKED, SCALES = fp4.quantize(X, AMAX, None, "nvfp4", (1, 16), "nearest", 0)
 MX_PACKED, MX_SCALES = mxfp4(X)
 
@@ -161,7 +168,11 @@ MX_PACKED, MX_SCALES = mxfp4(X)
         ((X, None, None, "nvfp4", (1, 16), "nearest", 0), "needs the amax"),
         ((X, AMAX, None, "mxfp4", (1, 32), "nearest", 0), "leave amax None"),
         ((X, AMAX.double(), None, "nvfp4", (1, 16), "nearest", 0), "amax has shape .*float64"),
-        ((X, AMAX[None], None, "nvfp4", (1, 16), "nearest", 0), r"amax has shape \[1\]"),
+        ((X, AMAX[None], None, "nvfp4", (1, 16), "nearest", 0), r"amax has shape \[1\].*a scale a row, \[16\]"),
+        ((X, ROWS[:, None], None, "nvfp4", (1, 16), "nearest", 0), r"amax has shape \[16, 1\]"),
+        ((X, ROWS.half(), None, "nvfp4", (1, 16), "nearest", 0), r"float16; .* in torch\.float32 or torch\.float32"),
+        ((X, ROWS, None, "nvfp4", (16, 16), "nearest", 0), r"with block \(16, 16\); that needs block \(1, 16\)"),
+        ((X, ROWS, None, "mxfp4", (1, 32), "nearest", 0), "leave amax None"),
         ((X, AMAX, None, "nvfp4", (1, 16), "up", 0), "'up'; 'nearest' or 'stochastic'"),
         ((X, AMAX, None, "nvfp4", (1, 16), "stochastic", 0), "needs a seed"),
         ((X, AMAX, SEED, "nvfp4", (1, 16), "nearest", 0), "takes no seed"),
@@ -228,6 +239,9 @@ QUANTIZED = (PACKED, SCALES, AMAX, "nvfp4")
         (PLAIN, (PACKED, SCALES, AMAX, "fp8"), "b_format is 'fp8'"),
         (QUANTIZED, (matrix(4, 64), None, None, "bf16"), "a has K = 32 and b has K = 64"),
         (QUANTIZED, (PACKED, SCALES, AMAX.half(), "nvfp4"), "b_amax has shape"),
+        (QUANTIZED, (PACKED, SCALES, ROWS, "nvfp4"), r"b_amax has shape \[16\].*0-d"),
+        ((PACKED, SCALES, ROWS[:8], "nvfp4"), QUANTIZED, r"a_amax has shape \[8\].*a scale a row, \[16\]"),
+        ((PACKED, SCALES, ROWS.double(), "nvfp4"), QUANTIZED, "a_amax has shape .*float64"),
     ],
 )
 def test_scaled_mm_refuses(a, b, message):
@@ -251,6 +265,8 @@ VALUES = X.to(torch.bfloat16)
         ((VALUES, AMAX, VALUES[0], AMAX, torch.float32), ConfigError, r"b has shape \[32\]; a 2-D"),
         ((VALUES, AMAX.half(), VALUES, AMAX, torch.float32), ConfigError, "a_amax has shape .*float16"),
         ((VALUES, AMAX, VALUES, AMAX[None], torch.float32), ConfigError, r"b_amax has shape \[1\]"),
+        ((VALUES, AMAX, VALUES, ROWS, torch.float32), ConfigError, r"b_amax has shape \[16\]"),
+        ((VALUES, ROWS[1:], VALUES, AMAX, torch.float32), ConfigError, r"a_amax has shape \[15\].*\[16\]"),
         ((VALUES, AMAX, VALUES.t(), AMAX, torch.float32), None, None),
         ((VALUES[:, :1], AMAX, VALUES.repeat(1, 2), AMAX, torch.float32), ConfigError, "a has K = 1 and b has K = 64"),
         ((VALUES, AMAX, VALUES, AMAX, torch.float64), UnsupportedDtypeError, r"out_dtype is torch\.float64"),
@@ -266,10 +282,21 @@ def test_decoded_mm_refuses(arguments, error, message):
             fp4.decoded_mm(*given)
 
 
+def test_scales_of_rows_are_not_tiled():
+    with pytest.raises(ConfigError, match=r"a scale a row, with tiled; .*tiled=False"):
+        fp4.quantize(X, ROWS, None, *HOW, True)
+    tiles = fp4.quantize(X, AMAX, None, *HOW, True)
+    with pytest.raises(ConfigError, match=r"a_amax is a scale a row.*tiled=False"):
+        fp4.scaled_mm(*tiles, ROWS, "nvfp4", *tiles, AMAX, "nvfp4", torch.float32, True)
+    with pytest.raises(ConfigError, match=r"amax has shape \[16\]"):
+        fp4.rotate_quantize(X, ROWS, None, "nvfp4", "nearest", 0, 16, 0)
+
+
 def test_rotate_quantize_decoded_refuses():
     for arguments, message in (
         ((X, AMAX, None, "nvfp4", "nearest", 0, 12, 0), "size is 12"),
         ((X, None, None, "nvfp4", "nearest", 0, 16, 0), "needs the amax"),
+        ((X, ROWS, None, "nvfp4", "nearest", 0, 16, 0), r"amax has shape \[16\].*0-d"),
     ):
         with pytest.raises(ConfigError, match=message):
             fp4.rotate_quantize_decoded(*arguments)

@@ -82,3 +82,13 @@ def test_amax(dtype):
     assert math.isnan(fp4.amax(torch.tensor([1.0, math.nan, math.inf]).to(dtype)).item())
     assert fp4.amax(torch.tensor([[[1.0, -math.inf]]]).to(dtype)).item() == math.inf
     assert fp4.amax(torch.tensor(-5.0, dtype=dtype)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_row_amax(dtype):
+    x = torch.tensor([[1.0, -3.0], [2.0, 0.5], [math.nan, math.inf], [-math.inf, 0.0]]).to(dtype)
+    found = fp4.row_amax(x)
+    assert found.dtype == dtype and found.is_contiguous()
+    assert found[[0, 1, 3]].tolist() == [3.0, 2.0, math.inf] and found[2].isnan()
+    for shape in ((0, 16), (3, 0)):
+        assert torch.equal(fp4.row_amax(torch.empty(shape, dtype=dtype)), torch.zeros(shape[0], dtype=dtype))

@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -28,6 +29,7 @@ from fp4compile.report.roofline import (
     Efficiency,
     Gpu,
     Model,
+    Roofline,
     benchmark_quantization,
     calibration,
     predict,
@@ -130,6 +132,53 @@ def test_an_amax_that_is_folded_into_its_producer_reads_nothing(norm: bool, targ
     model = Gated(norm)
     amax, bound = (quantizers_bytes(model, scale, target) for scale in ("amax", "bound"))
     assert amax - bound == pytest.approx(folded * 2 * ROWS * OUT, abs=50)
+
+
+def scales(recipes: tuple[Recipe, Recipe], model: nn.Module, target: str) -> list[Roofline]:
+    """Predictions of one model by two recipes."""
+    x = tokens(ROWS, IN, dtype=torch.bfloat16)
+    found = [fp4compile.explain(model, x, options={"recipe": recipe}, target=target).roofline for recipe in recipes]
+    assert found[0] is not None and found[1] is not None
+    return [one for one in found if one is not None]
+
+
+def of_rows(changes: dict[str, Any]) -> tuple[Recipe, Recipe]:
+    return Recipe.nvidia(**changes), Recipe.nvidia(**changes, activation_scale="row")
+
+
+@pytest.mark.parametrize(("norm", "read"), [(None, 1), (True, 0), (False, 0)], ids=["graph input", "norm", "SiLU"])
+def test_amaxes_of_rows_read_nothing_where_the_rows_are_computed(norm: bool | None, read: int) -> None:
+    """Of the activations without gradients, the first is a graph input, which is read for its amax by any recipe; with
+    a scale a tensor the second is folded, too."""
+    layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    model = layer if norm is None else Gated(norm)
+    recipes = of_rows({"dgrad": "bf16", "wgrad": "bf16"})
+    tensor, row = scales(recipes, model, "H200")
+    memory = Model(GPUS["H200"]).memory
+    difference = (row.total.quantization_ms - tensor.total.quantization_ms) / 1e3
+    assert difference == pytest.approx(0, abs=memory(2 * 2 * 2 * ROWS)), "but the amaxes themselves, written and read"
+    assert row.other_ms == pytest.approx(tensor.other_ms, rel=1e-6)
+    (first, *others) = row.rows
+    expected = 2 * ROWS * IN + 2 * OUT * IN  # x and the first weight are read for their amaxes
+    quantized = (2 + 9 / 16) * (ROWS * IN + OUT * IN)
+    assert first.quantization_ms / 1e3 == pytest.approx(memory(expected + quantized), abs=memory(4 * 2 * ROWS))
+    for second in others:
+        expected = 2 * IN * OUT + (2 + 9 / 16) * (ROWS * OUT + IN * OUT)
+        assert second.quantization_ms / 1e3 == pytest.approx(memory(expected), abs=memory(4 * 2 * ROWS))
+
+
+@pytest.mark.parametrize("target", ["H200", "B300"])
+def test_a_product_with_scales_of_rows_is_of_decoded_operands_and_float32(target: str) -> None:
+    layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    (tensor,), (row,) = (one.rows for one in scales(of_rows({"dgrad": "bf16", "wgrad": "bf16"}), layer, target))
+    memory = Model(GPUS[target]).memory
+    decoded = (2 + 9 / 16) * (ROWS * IN + OUT * IN) + 2 * ROWS * OUT
+    assert row.decode_ms / 1e3 == pytest.approx(memory(decoded))
+    plain = 2 * (ROWS * IN + OUT * IN)
+    others = 2 * 2 * (ROWS * IN + OUT * IN + ROWS * OUT)  # dgrad and wgrad
+    assert row.product_ms / 1e3 == pytest.approx(memory(plain + 4 * ROWS * OUT + others))
+    assert row.bf16_ms == tensor.bf16_ms and row.fp8_ms == pytest.approx(tensor.fp8_ms, rel=1e-2)
+    assert tensor.decode_ms > 0 if target == "H200" else tensor.decode_ms == 0
 
 
 def test_the_times_of_a_linear_layer_follow_from_its_bytes() -> None:

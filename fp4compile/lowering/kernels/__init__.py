@@ -41,6 +41,8 @@ def all_kernels(arch: str) -> list[Kernel]:
         size = 32 if format == "mxfp4" else 16
         loops = rows.choose(many * 64, stochastic, 132)
         result += [rows.kernel(isa, x, format, stochastic, loops, native, decoded) for decoded in emulated]
+        if format == "nvfp4":  # products with a scale a row are of decoded operands everywhere
+            result.append(rows.kernel(isa, x, format, stochastic, loops, decoded=True, by_row=x))
         for (shape, tokens), decoded in itertools.product((("full", 2**14), ("ragged", 2**14 - 1)), emulated):
             config, found = columns.choose(tokens, 2**10, size, decoded)
             assert found == shape

@@ -84,10 +84,11 @@ def output_types(decoded: bool, prefix: str = "") -> dict[str, str]:
     return {f"{prefix}codes_ptr": "*i32", f"{prefix}scales_ptr": "*u8"}
 
 
-def suffix(tiled: bool, decoded: bool) -> str:
-    """What tells the names of a quantization kernel's variants apart; no kernel is both."""
-    assert not (tiled and decoded)
-    return "_decoded" if decoded else "_tiled" if tiled else ""
+def suffix(tiled: bool, decoded: bool, by_row: torch.dtype | None = None) -> str:
+    """What tells the names of a quantization kernel's variants apart; no kernel is tiled and something else."""
+    assert not (tiled and (decoded or by_row))
+    scale = f"_by_{DTYPES[by_row]}_row" if by_row else ""
+    return scale + ("_decoded" if decoded else "_tiled" if tiled else "")
 
 
 def with_scale_dtype(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -101,9 +102,13 @@ def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def scalar_types(stochastic: bool, format: Format) -> dict[str, str]:
-    """Types of the amax, seed and site arguments that a quantization kernel has."""
-    amax = {"amax_ptr": "*fp32"} if format == "nvfp4" else {}
+# bfloat16 as its bits: Triton's interpreter makes zeros of its subnormal numbers.
+_AMAX_TYPES = {torch.bfloat16: "*i16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+def scalar_types(stochastic: bool, format: Format, by_row: torch.dtype | None = None) -> dict[str, str]:
+    """Types of the amax, seed and site arguments that a quantization kernel has. by_row: dtype of amaxes of rows."""
+    amax = {"amax_ptr": _AMAX_TYPES[by_row or torch.float32]} if format == "nvfp4" else {}
     return amax | ({"seed_ptr": "*i64", "site": "i64"} if stochastic else {})
 
 

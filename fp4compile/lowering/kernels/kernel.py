@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from typing import Any
@@ -21,11 +21,22 @@ import jinja2
 import torch
 from torch import Tensor
 
-_collected: ContextVar[list[Kernel] | None] = ContextVar("fp4compile_collected", default=None)
-_Key = tuple[int, tuple[int, ...]]
-"""A device, and the places of arguments that are not aligned."""
+from ...errors import ConfigError
+
+Odd = tuple[int, ...]
+"""Places of arguments that are no multiples of 16 though ``aligned`` names them."""
+_Key = tuple[int, Odd]
+"""A device, and that."""
+_collected: ContextVar[list[tuple[Kernel, Odd]] | None] = ContextVar("fp4compile_collected", default=None)
 _NO_OPTIONS: Mapping[str, Any] = {}
-_POINTERS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8, "*fp32": torch.float32}
+_POINTERS = {
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*u8": torch.uint8,
+    "*fp32": torch.float32,
+    "*fp16": torch.float16,
+    "*i16": torch.int16,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,43 +69,45 @@ class Kernel:
         """
         collected = _collected.get()
         if collected is not None:
-            collected.append(self)
+            collected.append((self, self._odd(arguments)))
             return
         if _is_interpreted(self.function):
             typed = map(_typed, self.signature.values(), arguments)
             self.function[(programs,)](*typed, **self.constants, **self.options)
             return
-        values = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
-        odd = tuple(at for at in self._aligned_places if values[at] % 16)
-        self._binary(torch.cuda.current_device(), odd)[(programs, 1, 1)](*values, *self.constants.values())
+        values = [_address(one) if isinstance(one, Tensor) else one for one in arguments]
+        binary = self._binary(torch.cuda.current_device(), self._odd(values))
+        binary[(programs, 1, 1)](*values, *self.constants.values())
+
+    def _odd(self, values: Sequence[Any]) -> Odd:
+        """Of addresses and numbers; tensors are taken to be aligned."""
+        return tuple(at for at in self._aligned_places if not isinstance(values[at], Tensor) and values[at] % 16)
 
     @functools.cached_property
     def _aligned_places(self) -> tuple[int, ...]:
         names = list(self.signature)
         return tuple(names.index(name) for name in self.aligned)
 
-    def _binary(self, device: int, odd: tuple[int, ...] = ()) -> Any:
+    def _binary(self, device: int, odd: Odd = ()) -> Any:
         """The ``triton.compiler.CompiledKernel`` for a device. odd: places of arguments that are not ``aligned``.
 
         Triton's own dispatcher would find the same from the arguments, at several times the cost of a launch.
         """
         found = self._binaries.get((device, odd))
         if found is None:
-            pending = self._pending.pop((device, odd), None)
+            pending = self._pending.get((device, odd))
             found = pending.result() if pending else self.compile(torch.cuda.get_device_capability(device), odd)
             self._binaries[device, odd] = found
         return found
 
-    def compile_in(self, pool: Executor, device: int) -> None:
+    def compile_in(self, pool: Executor, device: int, odd: Odd = ()) -> None:
         """Begin to compile for a device; the first launch there waits for it."""
-        key = device, ()
+        key = device, odd
         if key not in self._binaries and key not in self._pending:
             capability = torch.cuda.get_device_capability(device)
-            self._pending[key] = pool.submit(_with_launcher, self, capability)
+            self._pending[key] = pool.submit(_with_launcher, self, capability, odd)
 
-    def compile(
-        self, capability: tuple[int, int], odd: tuple[int, ...] = (), options: Mapping[str, Any] = _NO_OPTIONS
-    ) -> Any:
+    def compile(self, capability: tuple[int, int], odd: Odd = (), options: Mapping[str, Any] = _NO_OPTIONS) -> Any:
         """The binary for a compute capability; no GPU and no driver is looked for. options: more for Triton."""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -117,21 +130,29 @@ class Kernel:
         return load(self.name, self.source)
 
 
-def _with_launcher(kernel: Kernel, capability: tuple[int, int]) -> Any:
+def _address(tensor: Tensor) -> int:
+    if not tensor.is_cuda:
+        raise ConfigError(
+            f"a tensor on {tensor.device} is used together with tensors on a GPU; move it to the same device"
+        )
+    return tensor.data_ptr()
+
+
+def _with_launcher(kernel: Kernel, capability: tuple[int, int], odd: Odd) -> Any:
     """A binary. Triton 3.6 has a C function for each signature, too, which a first launch would have to wait for: it is
     built into Triton's cache."""
     from triton.backends.nvidia import driver
 
-    binary = kernel.compile(capability)
+    binary = kernel.compile(capability, odd)
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(binary.src, binary.metadata)
     return binary
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[Kernel]]:
-    """Inside, ``run`` launches nothing: the kernels are gathered in the list."""
-    found: list[Kernel] = []
+def collecting() -> Iterator[list[tuple[Kernel, Odd]]]:
+    """Inside, ``run`` launches nothing: what it would launch is gathered in the list."""
+    found: list[tuple[Kernel, Odd]] = []
     token = _collected.set(found)
     try:
         yield found
