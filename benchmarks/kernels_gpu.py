@@ -37,7 +37,7 @@ from torch import Tensor
 from fp4compile.formats import layout
 from fp4compile.formats.rotation import SIGNS
 from fp4compile.lowering.kernels import columns, common, gemm, rows, weights
-from fp4compile.lowering.kernels.kernel import Kernel, collecting
+from fp4compile.lowering.kernels.kernel import Kernel, Odd, collecting
 
 NAME = "kernels_gpu"
 fp4 = torch.ops.fp4
@@ -73,10 +73,10 @@ def plain_errors() -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}"[:1000]) from None
 
 
-def compile_kernel(kernel: Kernel) -> None:
+def compile_kernel(kernel: Kernel, odd: Odd) -> None:
     """In a process of its own: into Triton's cache."""
     with plain_errors():
-        kernel.compile(torch.cuda.get_device_capability())
+        kernel.compile(torch.cuda.get_device_capability(), odd)
 
 
 def compiled_formulas(timed: Timed) -> Callable[[Operand], Tensors]:
@@ -501,7 +501,7 @@ def sanitize(device: torch.device) -> None:
     print(f"{count} launches")
 
 
-def record_kernels(args: argparse.Namespace, device: torch.device) -> list[Kernel]:
+def record_kernels(args: argparse.Namespace, device: torch.device) -> list[tuple[Kernel, Odd]]:
     """What this run will launch, products apart."""
     with collecting() as found:
         for size, dtype in checked_operands(args.sizes) + SANITIZED if args.check else []:
@@ -519,7 +519,8 @@ def record_kernels(args: argparse.Namespace, device: torch.device) -> list[Kerne
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # A copy has no binaries, which cannot be handed to another process.
-    return [dataclasses.replace(kernel) for kernel in {id(kernel): kernel for kernel in found}.values()]
+    distinct = {(id(kernel), odd): kernel for kernel, odd in found}
+    return [(dataclasses.replace(kernel), odd) for (_, odd), kernel in distinct.items()]
 
 
 def summary(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -624,7 +625,9 @@ def main() -> None:
         if args.processes:
             pool = stack.enter_context(ProcessPoolExecutor(args.processes, mp_context=context))
             kernels = record_kernels(args, args.device)
-            settle("kernels", {f"{one.name} {i}": pool.submit(compile_kernel, one) for i, one in enumerate(kernels)})
+            settle(
+                "kernels", {f"{one[0].name} {i}": pool.submit(compile_kernel, *one) for i, one in enumerate(kernels)}
+            )
         if args.check:
             check = run_check(args, args.device)
         settle("formulas", formulas)

@@ -8,6 +8,7 @@ from typing import Any
 import render_base as base
 
 SETUPS = {"train_step_2048": "2048", "train_step_4096": "4096"}
+SLOW = ("eager", "compiled-eager")
 POOLED = "nvfp4-graphs"
 """A CUDA graph's memory belongs to its pool: the allocator does not tell what lives between forward and backward."""
 
@@ -22,7 +23,11 @@ def steps() -> str:
     rows, notes = [], []
     for record, setup, found in setups():
         notes.append(base.environment(record["environment"]))
-        rows += [[f"{setup}: {_shape(found)}", *_step(row)] for row in record["rows"]]
+        model = f"{setup}: {_shape(found)}"
+        slow = found["timings"]["all"]
+        rows += [[model, *_step(row)] for row in record["rows"] if row["variant"] not in SLOW]
+        by_variant = {row["variant"]: row for row in record["rows"]}
+        rows += [[model, *_turn(by_variant[variant], slow)] for variant in slow]
     header = ["model", "variant", "ms", "of bf16", "peak GB", "of bf16", "kept for backward GB", "of bf16"]
     return f"{' '.join(dict.fromkeys(notes))}\n\n{base.table(header, rows)}"
 
@@ -30,6 +35,14 @@ def steps() -> str:
 def _shape(found: Mapping[str, Any]) -> str:
     model = found["setup"]["model"]
     return f"{model['layers']} layers of {model['dim']}, SwiGLU {model['hidden']}, {found['tokens']:,} tokens"
+
+
+def _turn(row: Mapping[str, Any], slow: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A variant in the turns that the slow ones are in, too."""
+    ms = slow[row["variant"]]["median_ms"]
+    memory = _step(row)[3:] if row["variant"] in SLOW else [""] * 4
+    where = "" if row["variant"] in SLOW else ", in their turns"
+    return [row["variant"] + where, base.number(ms, 1), base.number(ms / slow["bf16"]["median_ms"], 3), *memory]
 
 
 def _step(row: Mapping[str, Any]) -> list[str]:
