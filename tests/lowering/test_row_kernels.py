@@ -136,7 +136,7 @@ def test_kernels_of_a_scale_a_row_are_found_ahead() -> None:
         with collecting() as found, pytest.MonkeyPatch.context() as patch:
             patch.setattr(common, "isa_of", lambda device: ISAS[9, 0])
             cuda.quantize_decoded(x, *how(amax, None))
-        names += [kernel.name.removeprefix("quantize_rows_nvfp4_nearest_bfloat16") for kernel in found]
+        names += [kernel.name.removeprefix("quantize_rows_nvfp4_nearest_bfloat16") for kernel, _ in found]
     assert names == ["_by_bfloat16_row_decoded", "_by_float32_row_decoded", "_decoded"]
 
 
