@@ -55,6 +55,6 @@ def _is_symbolic(value: Any) -> bool:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """Of threads: four fifths of the time is spent in C++ and in the assembler, without Python's lock. Inductor's
-    processes would import this package first, which takes longer than most kernels."""
+    """Of threads: most of the time is spent in C++ and in the assembler, without Python's lock. Inductor's processes
+    would have to import this package first."""
     return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="fp4compile")
