@@ -135,6 +135,18 @@ def recompile_limit() -> int:
     return int(dynamo_config.recompile_limit)
 
 
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Inside, calls pass autograd by, as they do in torch's own operators. For tensors that need no gradient.
+
+    A compiled graph checks in its first call that no operator returns its inputs, and the operators of Python that it
+    calls then run like this; in every later call they do not. Dynamo guards on the difference: what they compile
+    themselves would be compiled for both.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        yield
+
+
 # --- the Dynamo graph ------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +391,7 @@ def self_test() -> list[str]:
     if not SUPPORTED[0] <= version() < SUPPORTED[1]:
         problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
     seen: dict[str, bool] = dict.fromkeys(
-        ("root scope", "source names", "marks", "descriptors", "gradients", "inner compile"), False
+        ("below autograd", "root scope", "source names", "marks", "descriptors", "gradients", "inner compile"), False
     )
 
     try:
@@ -388,6 +400,10 @@ def self_test() -> list[str]:
         from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs  # noqa: F401
     except (ImportError, TypeError) as error:
         problems.append(f"templates: {error}")
+
+    ones = torch.ones(2, requires_grad=True)
+    with contextlib.suppress(AttributeError), below_autograd():
+        seen["below autograd"] = not (ones * 2).requires_grad and not ones[:1]._is_view()
 
     def joint(graph: fx.Graph) -> None:
         mms = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat import below_autograd
 from ..ops import REFERENCE
 from ..ops.library import SCALE_DTYPES
 
@@ -39,7 +40,7 @@ def _define(operator: Any) -> None:
         args = tuple(torch.tensor(arg) if index in varying else arg for index, arg in enumerate(args))
         positions = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor))
         fixed = tuple(None if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
-        with torch.no_grad():
+        with torch.no_grad(), below_autograd():  # in a graph's first call and in the later ones alike
             tensors = [args[index].detach() for index in positions]  # sizes of a Parameter are never symbolic
             return _variant(operator, positions, fixed, tuple(map(Kind.of, tensors)))(*tensors)
 
