@@ -370,6 +370,11 @@ def autotunes_products() -> bool:
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
+def rounds_between_operations() -> bool:
+    """Whether Inductor rounds to bfloat16 inside a kernel wherever the model does."""
+    return bool(inductor_config.emulate_precision_casts)
+
+
 # --- self test -------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """Runs generated kernels on the CPU, by Triton's interpreter, with what the interpreter lacks.
 
 ``tl.dot_scaled`` of packed E2M1 is given its meaning: both operands are decoded to float32 and multiplied by their
-scales, which is exact, and then multiplied in float32. A cast to bfloat16 rounds. Everything else of a kernel (tensor
+scales, which is exact, and then multiplied in float32. A cast to bfloat16 rounds. Functions of libdevice are PyTorch's.
+Everything else of a kernel (tensor
 descriptors and what they read past the end, the order of the scales' tiles, loops, masks) is the interpreter's own
 execution of the kernel's body.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -45,10 +47,20 @@ def interpreted() -> Iterator[None]:
         stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", _cast))
         stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", _call))
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
+        for name in ("rsqrt", "exp", "tanh", "erf"):
+            stack.enter_context(
+                mock.patch.object(libdevice, name, functools.partial(_elementwise, getattr(torch, name)))
+            )
         for module, name, function in _library():
             stack.enter_context(mock.patch.object(module, name, InterpretedFunction(function.fn)))
         yield
     kernel.load.cache_clear()
+
+
+def _elementwise(function: Any, x: Any) -> Any:
+    """A function of libdevice, by its namesake in PyTorch."""
+    result = function(torch.from_numpy(np.asarray(x.handle.data)))
+    return tl.tensor(TensorHandle(result.numpy(), x.dtype), x.type)
 
 
 _TRITONS_CAST = InterpreterBuilder.cast_impl

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import fp4compile.ops  # noqa: F401
+from fp4compile import Policy, Recipe, lowering
 from fp4compile.lowering import cublas
+from fp4compile.ops.produced import DTYPES, Program, Step, Value
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -88,6 +90,54 @@ def test_decoded_values_are_the_same_bytes_as_on_a_cpu(rows, columns, dtype):
             for cpu, gpu in on_both(op, "fp4_cuda", *args):
                 assert cpu.shape == gpu.shape and cpu.dtype == gpu.dtype
                 assert torch.equal(as_bytes(cpu), as_bytes(gpu)), (str(op), args[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (33, 40), (129, 1000), (1024, 4096)])
+def test_a_scale_a_row_gives_the_same_bytes_as_on_a_cpu(rows, columns, dtype):
+    """Of rows, and of the columns of a tensor that lies by rows."""
+    x, seed = spread(rows, columns, dtype).clamp(-6e4, 6e4), torch.tensor(1234567890123)
+    for view in (x, x.t()):
+        maxima = view.abs().amax(-1)
+        for amax in (maxima, maxima.float()):
+            for rounding, how in (("nearest", (None, 0)), ("stochastic", (seed, 5))):
+                arguments = (view, amax, how[0], "nvfp4", [1, 16], rounding, how[1])
+                for op in (fp4.quantize, fp4.quantize_decoded):
+                    for cpu, gpu in on_both(op, "fp4_cuda", *arguments):
+                        assert torch.equal(as_bytes(cpu), as_bytes(gpu)), (str(op), rounding, amax.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (33, 48), (129, 2048), (65, 14336)])
+def test_a_tensor_is_computed_and_quantized_by_one_kernel(rows, columns, dtype):
+    """As it is, the same bytes as on a CPU; a norm: what is quantized is what is written, near the CPU's."""
+    x = spread(rows, columns, DTYPES[dtype])
+    value = Value("i0", "full", dtype)
+    plain = Program(columns, (value,), (), value, ())
+    for found, expected in zip(*both([x], plain), strict=True):
+        assert torch.equal(as_bytes(found), as_bytes(expected))
+    steps = (
+        Step("s0", "mul", ("i0", "i0"), "full"),
+        Step("s1", "sum", ("s0",), "row"),
+        Step("s2", "div", ("s1", float(columns)), "row"),
+        Step("s3", "rsqrt", ("s2",), "row"),
+        Step("s4", "mul", ("i0", "s3"), "full"),
+        Step("s5", "mul", ("s4", "i1"), "full"),
+    )
+    y = Value("s5", "full", dtype)
+    norm = Program(columns, (value, Value("i1", "column", dtype)), steps, y, (y, Value("s3", "row", "float32")))
+    (values, amaxes, written, roots), expected = both([x, torch.rand(columns).to(DTYPES[dtype])], norm)
+    torch.testing.assert_close(roots, expected[3], rtol=1e-5, atol=0)  # the order of a sum, and an approximate root
+    torch.testing.assert_close(written, expected[2], rtol=2**-7 if dtype == "bfloat16" else 1e-5, atol=0)
+    assert torch.equal(amaxes, written.abs().amax(-1))
+    assert torch.equal(values, fp4.quantize_decoded(written, amaxes, None, "nvfp4", [1, 16], "nearest", 0))
+
+
+def both(inputs, program):
+    """On the GPU, brought back, and on the CPU."""
+    text = program.to_json()
+    found = torch.ops.fp4_cuda.produce_decoded([one.cuda() for one in inputs], text)
+    return [one.cpu() for one in found], fp4.produce_decoded(inputs, text)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
@@ -210,3 +260,33 @@ def test_training_falls_and_follows_the_seed():
     assert first == again
     assert first != other
     assert first[-1] < 0.9 * first[0]
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(128), nn.Linear(256, 128)
+        self.gate, self.up = nn.Linear(128, 256), nn.Linear(128, 256)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def test_a_scale_a_row_trains_as_well_in_joined_kernels(monkeypatch):
+    """Against the same step with nothing joined: other orders of sums, so codes may move where they are near a tie."""
+    found = []
+    for joins in (True, False):
+        if not joins:
+            monkeypatch.setattr(lowering, "produce", lambda *args: None)
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = nn.Sequential(Normed(), Normed()).cuda().bfloat16()
+        options = {"recipe": Recipe.nvidia(activation_scale="row", stochastic=()), "policy": Policy()}
+        compiled = torch.compile(model, backend="nvfp4", fullgraph=True, options=options)
+        x = torch.randn(4, 48, 128, device="cuda", dtype=torch.bfloat16)
+        loss = (compiled(x) - x.roll(1, 0)).float().square().mean()
+        loss.backward()
+        found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).float().norm() <= 0.02 * other.float().norm()

@@ -16,6 +16,7 @@ from .compiled import COMPILED
 from .cuda import CUDA, IMPLEMENTATIONS, TUNED
 from .emulate import emulate
 from .fold import TILED, fold, fold_rows
+from .produce import produce
 from .targets import has_kernels, target_of
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
@@ -25,9 +26,10 @@ PRODUCTS = (SCALED_MM, torch.ops.fp4.decoded_mm.default)
 
 def lower(graph: fx.Graph) -> None:
     """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
-    fold(graph, lambda device: target_of(device).lowering == "kernels")
-    fold_rows(graph)
     emulate(graph, [node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if _is_emulated(node)])
+    produce(graph, _runs_kernels)
+    fold(graph, _runs_kernels)
+    fold_rows(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("fp4."):
             if node.target is torch.ops.fp4.anchor.default:  # it has held what it had to in the partition
@@ -42,7 +44,11 @@ def lower(graph: fx.Graph) -> None:
 
 def _is_emulated(product: fx.Node) -> bool:
     tiled = len(product.args) > TILED and product.args[TILED]
-    return not tiled and target_of(_device(product)).lowering == "kernels"
+    return not tiled and _runs_kernels(_device(product))
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    return target_of(device).lowering == "kernels"
 
 
 def _to_twin(node: fx.Node) -> None:

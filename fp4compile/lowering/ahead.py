@@ -38,7 +38,7 @@ def _described(value: Any) -> Any:
     """What of an argument kernels can depend on."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride()
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else value
 
 
 def launched(implementation: Any, *arguments: Any) -> list[tuple[Kernel, Odd]]:
@@ -49,6 +49,8 @@ def launched(implementation: Any, *arguments: Any) -> list[tuple[Kernel, Odd]]:
 
 
 def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_symbolic, value))
     sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 

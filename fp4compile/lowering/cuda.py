@@ -17,9 +17,10 @@ from torch import Tensor
 from ..formats import nvfp4
 from ..ops import REFERENCE
 from ..ops.library import BLOCKS, CHECKS
+from ..ops.produced import Program
 from . import cublas
 from .kernels import amax as amaxes
-from .kernels import columns, factor, gemm, rows, tuning, weights
+from .kernels import columns, factor, gemm, produced, rows, tuning, weights
 from .kernels import decode as decoding
 
 fp4 = torch.ops.fp4
@@ -131,6 +132,10 @@ def rotate_quantize_decoded(
     if size != BLOCKS[format]:
         return rows.decoded(fp4.rotate(x, size, signs), amax, seed, format, site)
     return columns.decoded(x.t(), amax, seed, format, site, signs)
+
+
+def produce_decoded(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+    return produced.produce(inputs, Program.from_json(program))
 
 
 def _has_row_scales(amax: Tensor | None) -> TypeGuard[Tensor]:

@@ -5,7 +5,7 @@ An operator's reference runs on every device and is what any faster implementati
 bit. Importing this package registers them.
 """
 
-from . import amax, anchor, decode, decoded, quantize, rotate, rotated, scaled_mm
+from . import amax, anchor, decode, decoded, produced, quantize, rotate, rotated, scaled_mm
 from .library import REFERENCE
 
-__all__ = ["REFERENCE", "amax", "anchor", "decode", "decoded", "quantize", "rotate", "rotated", "scaled_mm"]
+__all__ = ["REFERENCE", "amax", "anchor", "decode", "decoded", "produced", "quantize", "rotate", "rotated", "scaled_mm"]

@@ -12,10 +12,10 @@ import torch
 
 from ...formats.rotation import SIGNS
 from ..targets import ISAS
-from . import amax, columns, decode, gemm, rows, weights
+from . import amax, columns, decode, gemm, produced, rows, weights
 from .kernel import Kernel
 
-__all__ = ["Kernel", "all_kernels", "amax", "columns", "decode", "gemm", "rows", "weights"]
+__all__ = ["Kernel", "all_kernels", "amax", "columns", "decode", "gemm", "produced", "rows", "weights"]
 
 
 def all_kernels(arch: str) -> list[Kernel]:
@@ -49,4 +49,5 @@ def all_kernels(arch: str) -> list[Kernel]:
             result.append(columns.kernel(isa, x, format, stochastic, True, SIGNS, config, found, native, decoded))
     result += [decode.kernel(isa, format, x, decode.choose()) for format in ("nvfp4", "mxfp4")]
     result += [weights.kernel(isa, x, True, False, weights.choose(), decoded=True) for decoded in emulated if decoded]
+    result.append(produced.kernel(isa, produced.EXAMPLE))
     return result + gemm.kernels(isa, arch)

@@ -1,0 +1,297 @@
+"""A tensor that has a scale a row is computed and quantized in one kernel, with all that Inductor would join before it.
+
+In a partitioned graph, on devices with kernels, where an operand's values are quantized with the amaxes of their rows:
+
+    x = ... norm, activation, residual ...        values, amaxes, ... = fp4.produce_decoded(inputs, program)
+    amaxes = fp4.row_amax(x)                  ->
+    values = fp4.quantize_decoded(x, amaxes)
+
+The program has the elementwise operations and the sums of rows that x is made of; whatever of them others read is
+an output of the kernel, x included, which is not written otherwise. An operand that no such operation computes is read
+once for its amaxes and its values.
+
+Changes no value but by the order in which a row is summed, which is the compiler's choice with Inductor, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from ..graph import aten, emit, emit_items, prims
+from ..ops.produced import DTYPES, SUM, Argument, Kind, Program, Step, Value
+from .kernels.produced import SIZE, WIDEST
+
+fp4 = torch.ops.fp4
+
+MOST_INPUTS = 6
+"""Matrices that a program reads: a thread holds 16 elements of each."""
+
+ELEMENTWISE: dict[Any, str] = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.neg.default: "neg",
+    aten.abs.default: "abs",
+    aten.relu.default: "relu",
+    aten.reciprocal.default: "reciprocal",
+    aten.rsqrt.default: "rsqrt",
+    aten.exp.default: "exp",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+    aten.erf.default: "erf",
+}
+POW = aten.pow.Tensor_Scalar
+REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim)
+CAST = prims.convert_element_type.default
+LAYOUTS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Shape = Kind | str
+"""A ``Kind``, or "flat": [R], one number a row that no operation spreads over a matrix."""
+
+
+def produce(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
+    """In place; ``eligible``: the devices with kernels."""
+    if compat.rounds_between_operations():  # then Inductor's numbers are others
+        return
+    for node in list(graph.find_nodes(op="call_function", target=fp4.quantize_decoded.default)):
+        if eligible(node.meta["val"].device) and _is_by_row(node):
+            _replace(graph, node, _Region(node))
+
+
+def _is_by_row(quantizer: fx.Node) -> bool:
+    """Whether it is what ``fp4::produce_decoded`` does last."""
+    x, amax, seed, format, block = quantizer.args[:5]
+    assert isinstance(x, fx.Node) and isinstance(amax, fx.Node)
+    if (amax.target, amax.args, seed, format, list(block)) != (fp4.row_amax.default, (x,), None, "nvfp4", [1, SIZE]):  # type: ignore[arg-type]
+        return False
+    value = x.meta["val"]
+    rows, columns = value.shape
+    return (
+        all(isinstance(size, int) and size > 0 for size in (rows, columns))
+        and columns % SIZE == 0
+        and columns <= WIDEST
+        and value.dtype in NAMES
+        and value.is_contiguous()
+    )
+
+
+class _Region:
+    """The nodes that one kernel computes, and what it reads: ``members`` and ``inputs``, in the order of the graph."""
+
+    def __init__(self, quantizer: fx.Node) -> None:
+        self.quantizer = quantizer
+        self.x: fx.Node = quantizer.args[0]  # type: ignore[assignment]
+        self.amax: fx.Node = quantizer.args[1]  # type: ignore[assignment]
+        self.whole = [user for user in self.x.users if user.target is fp4.amax.default]
+        self.rows, self.columns = self.x.meta["val"].shape
+        members = self._grown()
+        inputs = _inputs_of(members)
+        if not members or sum(self.kind(node) == "full" for node in inputs) > MOST_INPUTS:
+            members, inputs = [], [self.x]
+        self.members, self.inputs = members, inputs
+
+    def _grown(self) -> list[fx.Node]:
+        """From x upwards. A node that something else reads on which x depends, too, would be needed before it is
+        computed: it stays outside."""
+        ancestors, members = _ancestors(self.x), set[fx.Node]()
+        for node in sorted(ancestors, reverse=True):
+            inner = [user for user in node.users if user in members]
+            apart = [user for user in node.users if user in ancestors and user not in members]
+            if (
+                (inner or node is self.x)
+                and not apart
+                and self._is_computable(node, outside=len(inner) < len(node.users))
+            ):
+                members.add(node)
+        return sorted(members)
+
+    def kind(self, node: fx.Node) -> Shape | None:
+        """What a node is in a program of [rows, columns]; None: nothing."""
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+            return None
+        shape, count = tuple(value.shape), math.prod(value.shape)
+        if shape and shape[-1] == self.columns and count in (self.rows * self.columns, self.columns):
+            return "full" if count == self.rows * self.columns else "column"
+        if count == self.rows and (len(shape) == 1 or shape[-1] == 1):
+            return "flat" if len(shape) == 1 else "row"
+        return "scalar" if count == 1 else None
+
+    def _is_computable(self, node: fx.Node, outside: bool) -> bool:
+        """Whether a step computes a node. outside: others read it."""
+        kind, sources = self.kind(node), node.all_input_nodes
+        kinds = [self.kind(source) for source in sources]
+        known = all(found and source.meta["val"].dtype in NAMES for found, source in zip(kinds, sources, strict=True))
+        if (
+            node.op != "call_function"
+            or kind is None
+            or node.meta["val"].dtype not in NAMES
+            or not sources
+            or not known
+        ):
+            return False
+        if outside and kind != "full" and (kind not in ("row", "flat") or node.meta["val"].dtype != torch.float32):
+            return False
+        if node.target in LAYOUTS:
+            return {kind, *kinds} in ({"full"}, {"row"}, {"flat"}, {"row", "flat"}, {"column"})
+        if node.target in REDUCTIONS:
+            return kinds == ["full"] and kind == "row" and _sums_rows(node)
+        if node.target is POW:
+            return node.args[1] in (2, 3) and kinds == [kind]
+        if node.target is CAST:
+            return kinds == [kind]
+        return node.target in ELEMENTWISE and _is_plain(node) and kind == _spread(kinds)
+
+    def program(self) -> tuple[Program, list[fx.Node]]:
+        """The steps of the members, and the nodes that are outputs behind the amaxes."""
+        writer = _Writer(self)
+        for node in self.members:
+            writer.add(node)
+        read = [node for node in self.members if not _is_free(node) and self._is_read_outside(node)]
+        outputs = tuple(writer.value(node) for node in read)
+        return Program(self.columns, tuple(writer.inputs), tuple(writer.steps), writer.value(self.x), outputs), read
+
+    def _is_read_outside(self, node: fx.Node) -> bool:
+        """Also if only through members that show the same numbers, which are then left where they are."""
+        inside = {*self.members, *self.whole, self.amax, self.quantizer}
+        return any(
+            self._is_read_outside(user) if user in inside and _is_free(user) else user not in inside
+            for user in node.users
+        )
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node has its input's numbers, in another shape or a wider dtype."""
+    if node.target in LAYOUTS:
+        return True
+    return node.target is CAST and node.meta["val"].dtype.itemsize > node.args[0].meta["val"].dtype.itemsize  # type: ignore[union-attr]
+
+
+def _inputs_of(members: list[fx.Node]) -> list[fx.Node]:
+    inside = set(members)
+    return list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """With the node itself."""
+    found, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                todo.append(source)
+    return found
+
+
+def _sums_rows(node: fx.Node) -> bool:
+    dims, keeps = node.args[1], len(node.args) > 2 and bool(node.args[2])
+    last = node.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
+    return keeps and len(node.args) == 3 and not node.kwargs and list(dims) in ([-1], [last])  # type: ignore[arg-type]
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Of tensors and numbers that can be written down, with no option."""
+    numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
+    return not node.kwargs and all(isinstance(arg, (int, float)) and math.isfinite(arg) for arg in numbers)
+
+
+def _spread(kinds: list[Shape | None]) -> Shape | None:
+    """What an elementwise operation of such operands gives."""
+    found = set(kinds) - {"scalar"}
+    if "flat" in found:
+        return "flat" if found == {"flat"} else None
+    if "full" in found or found == {"row", "column"}:
+        return "full"
+    return found.pop() if found else "scalar"
+
+
+class _Writer:
+    """Writes the program of a region."""
+
+    def __init__(self, region: _Region) -> None:
+        self._region = region
+        self._names: dict[fx.Node, str] = {}
+        self.steps: list[Step] = []
+        self.inputs: list[Value] = []
+        for index, node in enumerate(region.inputs):
+            self._names[node] = f"i{index}"
+            self.inputs.append(self.value(node))
+
+    def value(self, node: fx.Node) -> Value:
+        return Value(self._names[node], self._kind(node), NAMES[node.meta["val"].dtype])
+
+    def _kind(self, node: fx.Node) -> Kind:
+        kind = self._region.kind(node)
+        return "row" if kind == "flat" else kind  # type: ignore[return-value]
+
+    def add(self, node: fx.Node) -> None:
+        if node.target in LAYOUTS or node.target is CAST:  # rounded when it is written
+            self._names[node] = self._names[node.args[0]]  # type: ignore[index]
+            return
+        args = [self._names[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if node.target is POW:
+            self._names[node] = self._power(node, *args)  # type: ignore[arg-type]
+        elif node.target in REDUCTIONS:
+            name = self._step(SUM, [args[0]], "row")  # type: ignore[list-item]
+            is_mean = node.target is aten.mean.dim
+            self._names[node] = self._step("div", [name, float(self._region.columns)], "row") if is_mean else name
+        else:
+            self._names[node] = self._step(ELEMENTWISE[node.target], args, self._kind(node))  # type: ignore[arg-type]
+
+    def _power(self, node: fx.Node, base: str, exponent: int) -> str:
+        result = base
+        for _ in range(exponent - 1):
+            result = self._step("mul", [result, base], self._kind(node))
+        return result
+
+    def _step(self, op: str, args: list[Argument], kind: Kind) -> str:
+        name = f"s{len(self.steps)}"
+        numbers = tuple(arg if isinstance(arg, str) else float(arg) for arg in args)
+        self.steps.append(Step(name, op, numbers, kind))
+        return name
+
+
+def _replace(graph: fx.Graph, quantizer: fx.Node, region: _Region) -> None:
+    program, read = region.program()
+    with graph.inserting_before(quantizer):
+        new = emit(graph, quantizer, fp4.produce_decoded.default, region.inputs, program.to_json())
+        values, amaxes, *outputs = results = emit_items(graph, quantizer, new, 2 + len(read))
+        for node, output in zip(read, outputs, strict=True):
+            shape = list(node.meta["val"].shape)
+            shown = emit(graph, node, aten.view.default, output, shape)
+            results.append(shown)
+            node.replace_all_uses_with(shown)
+        for node in region.whole:  # the largest of the rows' is the tensor's
+            largest = emit(graph, node, CAST, emit(graph, node, aten.amax.default, amaxes), torch.float32)
+            results.append(largest)
+            node.replace_all_uses_with(largest)
+    region.amax.replace_all_uses_with(amaxes)
+    quantizer.replace_all_uses_with(values)
+    for node in (quantizer, region.amax, *region.whole, *reversed(region.members)):
+        if not node.users:
+            graph.erase_node(node)
+    _move_behind(graph, new, results)
+
+
+def _move_behind(graph: fx.Graph, new: fx.Node, results: list[fx.Node]) -> None:
+    """Nodes that stand before the new one and read its results: none of its inputs depends on them."""
+    late, last = set(results), results[-1]
+    for node in list(graph.nodes):
+        if node is new:
+            break
+        if any(source in late for source in node.all_input_nodes):
+            late.add(node)
+            last.append(node)
+            last = node

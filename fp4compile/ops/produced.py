@@ -1,0 +1,180 @@
+"""A tensor computed and quantized by one operator, with a scale a row, where nothing else needs it in memory.
+
+| operator | takes | gives |
+|---|---|---|
+| fp4::produce_decoded | inputs, a program | values bfloat16 [R, C], amaxes [R], then the program's outputs |
+
+A ``Program`` computes x [R, C] row by row: elementwise steps and sums of rows. The operator gives, of x rounded to its
+dtype, ``amaxes = x.abs().amax(-1)`` in that dtype and
+
+    values = fp4::quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+
+Steps are computed in float32 and not rounded between, as Inductor computes what it joins in one kernel; outputs and x
+are rounded once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from . import decoded
+from .library import define
+
+Kind = Literal["full", "row", "column", "scalar"]
+"""The shape of a value: [R, C], [R, 1], [1, C] or one number."""
+Argument = str | float
+"""The name of a value, or a number."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "relu": torch.relu,
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+}
+SUM = "sum"
+"""The step that adds up the elements of a row: "full" -> "row"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a program that is a tensor outside, and its dtype there, of ``DTYPES``."""
+
+    name: str
+    kind: Kind
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """``name`` = ``op`` of ``args``. op: ``SUM`` or of ``ELEMENTWISE``."""
+
+    name: str
+    op: str
+    args: tuple[Argument, ...]
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """x, of ``columns``, from ``inputs`` by ``steps``. outputs: what else is written, "full" or "row"."""
+
+    columns: int
+    inputs: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    x: Value
+    outputs: tuple[Value, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    @functools.cache
+    def from_json(text: str) -> Program:
+        fields = json.loads(text)
+        steps = tuple(Step(**{**step, "args": tuple(step["args"])}) for step in fields["steps"])
+        inputs, outputs = (tuple(Value(**value) for value in fields[name]) for name in ("inputs", "outputs"))
+        return Program(fields["columns"], inputs, steps, Value(**fields["x"]), outputs)
+
+
+def rows_of(program: Program, inputs: Sequence[Tensor]) -> int:
+    """R. At least one input has it."""
+    for value, tensor in zip(program.inputs, inputs, strict=True):
+        if value.kind in ("full", "row"):
+            return math.prod(tensor.shape) // (program.columns if value.kind == "full" else 1)
+    raise ConfigError("fp4::produce_decoded: no input of the program has rows")
+
+
+def produce_decoded(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+    _check(inputs, program)
+    parsed = Program.from_json(program)
+    rows, columns = rows_of(parsed, inputs), parsed.columns
+    shapes = {"full": (rows, columns), "row": (rows, 1), "column": (1, columns), "scalar": ()}
+    values: dict[str, Tensor] = {
+        value.name: tensor.reshape(shapes[value.kind]).to(torch.float32)
+        for value, tensor in zip(parsed.inputs, inputs, strict=True)
+    }
+    for step in parsed.steps:
+        values[step.name] = _run(step, [values[arg] if isinstance(arg, str) else arg for arg in step.args])
+
+    def written(value: Value) -> Tensor:
+        tensor = values[value.name].to(DTYPES[value.dtype])
+        return tensor.expand(shapes["full"]).contiguous() if value.kind == "full" else tensor.reshape(rows)
+
+    x = written(parsed.x)
+    amaxes = x.abs().amax(-1)
+    quantized = decoded.quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+    return [quantized, amaxes, *map(written, parsed.outputs)]
+
+
+def _run(step: Step, arguments: list[Any]) -> Tensor:
+    if step.op == SUM:
+        return torch.sum(arguments[0], -1, keepdim=True)
+    result: Tensor = ELEMENTWISE[step.op](*arguments)
+    return result
+
+
+def _fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+    _check(inputs, program)
+    parsed = Program.from_json(program)
+    rows, columns = rows_of(parsed, inputs), parsed.columns
+    like, dtype = inputs[0], DTYPES[parsed.x.dtype]
+    shapes = {"full": (rows, columns), "row": (rows,)}
+    outputs = [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in parsed.outputs]
+    return [like.new_empty((rows, columns), dtype=torch.bfloat16), like.new_empty((rows,), dtype=dtype), *outputs]
+
+
+def _check(inputs: Sequence[Tensor], program: str) -> None:
+    parsed = Program.from_json(program)
+    if len(inputs) != len(parsed.inputs):
+        raise ConfigError(f"fp4::produce_decoded: the program takes {len(parsed.inputs)} inputs, got {len(inputs)}")
+    rows = rows_of(parsed, inputs)
+    elements = {"full": rows * parsed.columns, "row": rows, "column": parsed.columns, "scalar": 1}
+    for value, tensor in zip(parsed.inputs, inputs, strict=True):
+        if tensor.dtype != DTYPES[value.dtype] or math.prod(tensor.shape) != elements[value.kind]:
+            raise ConfigError(
+                f"fp4::produce_decoded: input {value.name} is {list(tensor.shape)}, {tensor.dtype}; the program takes "
+                f"{elements[value.kind]} elements, {DTYPES[value.dtype]}"
+            )
+    _check_names(parsed)
+
+
+@functools.cache
+def _check_names(program: Program) -> None:
+    """Every value is made before it is read; C is of whole blocks."""
+    if program.columns % 16:
+        raise ConfigError(f"fp4::produce_decoded: {program.columns} columns; a multiple of 16 is needed")
+    known = {value.name for value in program.inputs}
+
+    def need(names: Iterable[Argument]) -> None:
+        if missing := [name for name in names if isinstance(name, str) and name not in known]:
+            raise ConfigError(f"fp4::produce_decoded: the program reads {', '.join(missing)} before it is computed")
+
+    for step in program.steps:
+        if step.op != SUM and step.op not in ELEMENTWISE:
+            raise ConfigError(f"fp4::produce_decoded: there is no step {step.op!r}")
+        need(step.args)
+        known.add(step.name)
+    need([program.x.name, *(value.name for value in program.outputs)])
+
+
+define("produce_decoded(Tensor[] inputs, str program) -> Tensor[]", produce_decoded, _fake, check=_check)

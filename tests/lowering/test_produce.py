@@ -1,0 +1,426 @@
+"""A tensor computed and quantized in one kernel: which nodes join, the same bits, the kernel and its machine code."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_gpu
+import graphs
+import models
+import pytest
+import torch
+from comparing import assert_same
+from graphs import fp4
+from interpreter import interpreted
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
+
+import fp4compile
+from fp4compile import Policy, Recipe, compat, lowering, passes
+from fp4compile.lowering import aot, cuda, sass
+from fp4compile.lowering.emulate import emulate
+from fp4compile.lowering.kernels import produced
+from fp4compile.lowering.produce import MOST_INPUTS, produce
+from fp4compile.lowering.targets import ISAS, target_for
+from fp4compile.ops.produced import DTYPES, ELEMENTWISE, Kind, Program, Step, Value
+from fp4compile.passes.fuse import fuse
+
+aten = torch.ops.aten
+ROWS, WIDTH = 24, 64
+PRODUCE = fp4.produce_decoded.default
+
+
+def everywhere(device: torch.device) -> bool:
+    return True
+
+
+# --- the graph
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    amaxes = fp4.row_amax(x)
+    return fp4.quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0), amaxes
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    gm = compat.trace(function, [mode.from_tensor(x, static_shapes=True) for x in inputs], mode)
+    gm.recompile()
+    return gm
+
+
+def joined(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, list[tuple[list[str], Program]]]:
+    """The graph, and the inputs and programs in it. It gives the same bits as before."""
+    gm = traced(function, *inputs)
+    expected = graphs.run(gm, list(inputs))
+    produce(gm.graph, everywhere)
+    gm.graph.lint()
+    gm.recompile()
+    assert graphs.same_bits(graphs.run(gm, list(inputs)), expected)
+    nodes = graphs.calls(gm, PRODUCE)
+    return gm, [([one.name for one in node.args[0]], Program.from_json(node.args[1])) for node in nodes]
+
+
+def operations(program: Program) -> list[str]:
+    return [step.op for step in program.steps]
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Without the operations in place that F.rms_norm has before autograd makes functions of them."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def test_a_norm_is_computed_where_it_is_quantized() -> None:
+    """It is not written."""
+
+    def function(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [*quantized(rms_norm(x, weight))]
+
+    gm, [(inputs, program)] = joined(function, random(ROWS, WIDTH), random(WIDTH))
+    assert len(inputs) == 2 and not program.outputs
+    assert [value.kind for value in program.inputs] == ["full", "column"]
+    assert operations(program) == ["mul", "sum", "div", "add", "rsqrt", "mul", "mul"]
+    assert not graphs.calls(gm, fp4.quantize_decoded.default) and not graphs.calls(gm, aten.rsqrt.default)
+
+
+def test_a_residual_before_it_and_what_the_backward_keeps_are_outputs() -> None:
+    def function(x: Tensor, y: Tensor, weight: Tensor) -> list[Tensor]:
+        total = x + y.view(2, -1, WIDTH)
+        root = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+        x = (total * root * weight).flatten(0, 1)
+        return [total, root, x.t().contiguous(), *quantized(x)]
+
+    inputs = random(2, ROWS // 2, WIDTH), random(ROWS, WIDTH, seed=1), random(WIDTH)
+    _, [(names, program)] = joined(function, *inputs)
+    assert len(names) == 3
+    assert [(value.kind, value.dtype) for value in program.outputs] == [
+        ("full", "float32"),
+        ("row", "float32"),
+        ("full", "float32"),
+    ]
+
+
+def test_swiglu_of_two_products_with_scales_of_rows() -> None:
+    def function(gate: Tensor, up: Tensor, amaxes: Tensor) -> list[Tensor]:
+        factors = (amaxes * 0.5).unsqueeze(1)
+        return [*quantized(F.silu(gate * factors) * (up * factors))]
+
+    inputs = random(ROWS, WIDTH), random(ROWS, WIDTH, seed=1), random(ROWS).abs()
+    gm, [(names, program)] = joined(function, *inputs)
+    assert len(names) == 3 and [value.kind for value in program.inputs] == ["row", "full", "full"]
+    assert "exp" in operations(program) and "div" in operations(program)
+    assert not graphs.calls(gm, aten.mul.Tensor)
+
+
+def test_what_nothing_computes_is_read_once() -> None:
+    gm, [(names, program)] = joined(lambda x: [*quantized(x)], random(ROWS, WIDTH))
+    assert len(names) == 1 and not program.steps and not program.outputs
+    assert not graphs.calls(gm, fp4.row_amax.default)
+
+
+def test_the_amax_of_the_tensor_is_that_of_its_rows() -> None:
+    gm, [(_, program)] = joined(lambda x: [fp4.amax(y := -x), *quantized(y)], random(ROWS, WIDTH))
+    assert not program.outputs and not graphs.calls(gm, fp4.amax.default)
+
+
+def test_what_x_depends_on_by_another_way_is_computed_outside() -> None:
+    """Else the kernel would need a product that needs what it computes."""
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = x * 2
+        return [*quantized(y + y @ w)]
+
+    _, [(names, program)] = joined(function, random(ROWS, WIDTH), random(WIDTH, WIDTH))
+    assert operations(program) == ["add"] and "mul" in names[0]
+
+
+def test_a_node_that_reads_an_output_early_is_moved_behind() -> None:
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
+        y = x + 1
+        other = torch.cumsum(y, 0) + 1  # stands before the product that x needs
+        return [other, *quantized(y + bias @ w)]
+
+    joined(function, random(ROWS, WIDTH), random(WIDTH, WIDTH), random(ROWS, WIDTH, seed=1))
+
+
+def test_two_operands_of_one_stream() -> None:
+    """A residual stream through two norms: the first is an input of the second."""
+
+    def function(x: Tensor, weight: Tensor) -> list[Tensor]:
+        first, amaxes = quantized(rms_norm(x, weight))
+        y = x + (first.float() @ first.float().t())[:, :1] * amaxes.unsqueeze(1)
+        return [y, *quantized(rms_norm(y, weight))]
+
+    _, found = joined(function, random(ROWS, WIDTH), random(WIDTH))
+    assert [len(program.outputs) for _, program in found] == [0, 1]
+
+
+def test_what_only_shows_an_output_stays() -> None:
+    """A wider dtype or another shape is not written as well."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        y = (x * 2).to(torch.bfloat16)
+        z = y.float().view(2, -1, WIDTH)
+        return [z, *quantized((z * 3).view(ROWS, WIDTH).to(torch.bfloat16))]
+
+    gm = traced(function, random(ROWS, WIDTH))
+    produce(gm.graph, everywhere)
+    (node,) = graphs.calls(gm, PRODUCE)
+    assert [value.dtype for value in Program.from_json(node.args[1]).outputs] == ["bfloat16"]
+
+
+LEFT_ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "a scale a tensor": lambda x: fp4.quantize_decoded(-x, fp4.amax(-x), None, "nvfp4", [1, 16], "nearest", 0),
+    "stochastic": lambda x: fp4.quantize_decoded(
+        y := -x, fp4.row_amax(y), torch.tensor(1), "nvfp4", [1, 16], "stochastic", 0
+    ),
+    "the amaxes of another tensor": lambda x: fp4.quantize_decoded(
+        -x, fp4.row_amax(x), None, "nvfp4", [1, 16], "nearest", 0
+    ),
+    "a part of a block": lambda x: quantized(-x[:, :40])[0],
+    "the transpose": lambda x: quantized(x.t())[0],
+    "float16": lambda x: quantized(-x.half())[0],
+    "rows too wide for a program": lambda x: quantized(torch.cat([x] * 257, 1))[0],
+}
+
+
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_what_is_left_alone(what: str) -> None:
+    _, found = joined(lambda x: [LEFT_ALONE[what](x)], random(ROWS, WIDTH))
+    assert not found
+
+
+NOT_JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "an operation without a step": lambda x: torch.cumsum(x, 1),
+    "a transposition": lambda x: (x.view(WIDTH, ROWS) + 1).t().contiguous(),
+    "a number that is not finite": lambda x: x * math.inf,
+    "an option": lambda x: torch.add(x, x, alpha=2),
+    "a broadcast over rows of blocks": lambda x: x.view(2, -1, WIDTH) * x.view(2, -1, WIDTH)[:, :1],
+    "a sum over columns": lambda x: x.sum(0, keepdim=True).expand(ROWS, WIDTH).contiguous(),
+    "integers": lambda x: torch.where(x > 0, x, 0.0),
+}
+
+
+@pytest.mark.parametrize("what", NOT_JOINED)
+def test_what_is_not_joined_is_an_input(what: str) -> None:
+    _, [(_, program)] = joined(lambda x: [*quantized(NOT_JOINED[what](x).reshape(ROWS, WIDTH))], random(ROWS, WIDTH))
+    assert not program.steps and len(program.inputs) == 1
+
+
+def test_more_inputs_than_a_thread_holds() -> None:
+    xs = [random(ROWS, WIDTH, seed=seed) for seed in range(MOST_INPUTS + 1)]
+    for count in (MOST_INPUTS, MOST_INPUTS + 1):
+        _, [(names, _)] = joined(lambda *xs: [*quantized(functools.reduce(torch.add, xs))], *xs[:count])
+        assert len(names) == (count if count == MOST_INPUTS else 1)
+
+
+def test_sizes_known_at_run_time_stay_apart() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(random(ROWS, WIDTH), static_shapes=False)
+    gm = compat.trace(lambda x: quantized(-x), [fake], mode)
+    produce(gm.graph, everywhere)
+    assert not graphs.calls(gm, PRODUCE)
+
+
+def test_not_where_inductor_rounds_in_between() -> None:
+    gm = traced(lambda x: quantized(-x), random(ROWS, WIDTH))
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        produce(gm.graph, everywhere)
+    assert not graphs.calls(gm, PRODUCE)
+
+
+@pytest.mark.parametrize("name", ["block", "checkpointed projections"])
+@pytest.mark.parametrize("scale", ["amax", "bound"])
+def test_a_model_gives_the_same_numbers(name: str, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, whose operations are not rounded in between; sums of rows are the reference's here."""
+    monkeypatch.setattr(passes, "fuse", functools.partial(fuse, eligible=everywhere))
+    cases: dict[str, Callable[[], nn.Module]] = {
+        "block": models.Block,
+        "checkpointed projections": lambda: models.Checkpointed(models.QKV()),
+    }
+    recipe = Recipe.nvidia(activation_scale="row", rotated_scale=scale)
+    options = {"recipe": recipe, "policy": Policy()}
+    report = fp4compile.explain(models.seeded(cases[name]), models.tokens(), options=options)
+    count = 0
+    for part in ("forward", "backward"):
+        gm = report.graphs[part]
+        inputs = graphs.example_inputs(gm, below=models.N)
+        emulate(gm.graph, graphs.calls(gm, fp4.scaled_mm.default))
+        gm.recompile()
+        expected = graphs.run(gm, inputs, seed=3)
+        produce(gm.graph, everywhere)
+        gm.graph.lint()
+        gm.recompile()
+        count += len(graphs.calls(gm, PRODUCE))
+        assert not graphs.calls(gm, fp4.row_amax.default)
+        assert graphs.same_bits(graphs.run(gm, inputs, seed=3), expected)
+    assert count
+
+
+# --- the kernel
+
+
+@pytest.fixture
+def on_a_cpu() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+def assert_twins(inputs: list[Tensor], program: Program) -> None:
+    found = cuda.produce_decoded(inputs, program.to_json())
+    for one, other in zip(found, fp4.produce_decoded(inputs, program.to_json()), strict=True):
+        assert one.dtype == other.dtype and one.is_contiguous()
+        assert_same(one, other)
+
+
+def of_one(dtype: str, *steps: Step, width: int = WIDTH, outputs: tuple[Value, ...] = ()) -> Program:
+    x = Value(steps[-1].name if steps else "i0", "full", dtype)
+    return Program(width, (Value("i0", "full", dtype),), steps, x, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (5, 1040), (0, 32)], ids=str)
+def test_rows_as_they_are(shape: tuple[int, int], dtype: str, on_a_cpu: None) -> None:
+    """NaN and Inf stay in their row, zeros are a row of zeros."""
+    x = random(*shape) * 2.0 ** torch.randint(-30, 30, (shape[0], 1), generator=torch.Generator().manual_seed(1))
+    x[2::3] = 0
+    x[3::4, 5], x[4::4, -1] = torch.nan, torch.inf
+    assert_twins([x.to(DTYPES[dtype])], of_one(dtype, width=shape[1]))
+
+
+@pytest.mark.parametrize("op", sorted(set(ELEMENTWISE) - {"sigmoid"}))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_step(op: str, dtype: str, on_a_cpu: None) -> None:
+    two = op in ("add", "sub", "mul", "div")
+    step = Step("s0", op, ("i0", -1.5) if two else ("i0",), "full")
+    outputs = (Value("s0", "full", "float32"), Value("s0", "full", "bfloat16"))
+    assert_twins([random(5, WIDTH).to(DTYPES[dtype])], of_one(dtype, step, outputs=outputs))
+
+
+def test_sigmoid_by_the_kernel(on_a_cpu: None) -> None:
+    """Triton's is 1 / (1 + exp(-x)), which PyTorch's on a CPU differs from in the last bit."""
+    program = of_one("float32", Step("s0", "sigmoid", ("i0",), "full"), outputs=(Value("s0", "full", "float32"),))
+    x = random(5, WIDTH)
+    found = cuda.produce_decoded([x], program.to_json())[2]
+    torch.testing.assert_close(found, x.sigmoid(), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("width", [16, 48, 512, 528])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_by_the_kernel(width: int, dtype: str, on_a_cpu: None) -> None:
+    """Of integers, whose sums are exact in any order. What a row does not fill is not added: 1 is, if it were."""
+    steps = (
+        Step("s0", "add", ("i0", "i1"), "full"),
+        Step("s1", "add", ("s0", 1.0), "full"),
+        Step("s2", "mul", ("s1", "s1"), "full"),
+        Step("s3", "sum", ("s2",), "row"),
+        Step("s4", "div", ("s3", float(width)), "row"),
+        Step("s5", "rsqrt", ("s4",), "row"),
+        Step("s6", "mul", ("s5", "i3"), "row"),
+        Step("s7", "mul", ("s1", "s6"), "full"),
+        Step("s8", "mul", ("i2", "i4"), "column"),
+        Step("s9", "mul", ("s7", "s8"), "full"),
+        Step("s10", "exp", ("s9",), "full"),
+    )
+    kinds: list[Kind] = ["full", "full", "column", "row", "scalar"]
+    inputs = tuple(Value(f"i{i}", kind, dtype if i else "float32") for i, kind in enumerate(kinds))
+    outputs = (Value("s0", "full", dtype), Value("s5", "row", "float32"), Value("s9", "full", "float32"))
+    program = Program(width, inputs, steps, Value("s10", "full", dtype), outputs)
+    generator = torch.Generator().manual_seed(width)
+    shapes = [(6, width), (6, width), (width,), (6, 1), ()]
+    tensors = [torch.randint(-3, 4, shape, generator=generator) for shape in shapes]
+    assert_twins([x.to(DTYPES[value.dtype]) for x, value in zip(tensors, inputs, strict=True)], program)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of three dimensions": lambda x: x.view(2, 6, 48),
+    "a part of wider rows": lambda x: x.view(6, 96)[:, 16:64],
+    "a part at an odd offset": lambda x: x.view(6, 96)[:, 1:49],
+    "every other column": lambda x: x.view(6, 96)[:, ::2],
+    "transposed": lambda x: x.view(48, 12).t(),
+    "rows of an odd stride": lambda x: x.view(-1)[: 7 * 71].view(7, 71)[:, :48],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout(view: str, dtype: str, on_a_cpu: None) -> None:
+    x = VIEWS[view](random(12, 48).to(DTYPES[dtype]))
+    assert_twins([x], of_one(dtype, Step("s0", "neg", ("i0",), "full"), width=48))
+
+
+def test_a_part_of_wider_rows_is_not_copied(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(x: Tensor) -> Tensor:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(produced.common, "aligned", refused)
+    x = random(6, 96, dtype=torch.bfloat16)[:, 16:64]
+    assert_twins([x], of_one("bfloat16", width=48))
+
+
+def swiglu(width: int) -> Program:
+    steps = (
+        Step("s0", "mul", ("i1", "i0"), "full"),
+        Step("s1", "neg", ("s0",), "full"),
+        Step("s2", "exp", ("s1",), "full"),
+        Step("s3", "add", ("s2", 1.0), "full"),
+        Step("s4", "div", ("s0", "s3"), "full"),
+        Step("s5", "mul", ("i2", "i0"), "full"),
+        Step("s6", "mul", ("s4", "s5"), "full"),
+    )
+    inputs = (Value("i0", "row", "float32"), Value("i1", "full", "float32"), Value("i2", "full", "float32"))
+    outputs = (Value("s0", "full", "bfloat16"), Value("s5", "full", "bfloat16"))
+    return Program(width, inputs, steps, Value("s6", "full", "bfloat16"), outputs)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a"])
+@pytest.mark.parametrize("width", [2048, 5632])
+def test_machine_code(width: int, arch: str) -> None:
+    """Matrices are read and written by 16 bytes of a thread, once, and no register is spilled."""
+    one = produced.kernel(ISAS[aot.CAPABILITIES[arch]], swiglu(width))
+    compiled = aot.compile_kernel(one, arch)
+    assert compiled.spilled == 0 and compiled.warps == one.num_warps == (4 if width == 2048 else 16)
+    if compiled.sass is not None:
+        found = sass.count_what_matters(compiled.opcodes)
+        assert compiled.opcodes["LDG.E.128"] == 2 * 4 and found["global loads"] == 2 * 4 + 1
+        assert compiled.opcodes["STG.E.128"] == 3 * 2 and found["global stores"] == 3 * 2 + 1
+        assert found["local loads"] == found["local stores"] == 0
+
+
+@pytest.mark.parametrize(("width", "count"), [(16, 32), (512, 32), (528, 64), (4096, 256), (16384, 1024)])
+def test_a_program_has_a_thread_for_every_block(width: int, count: int) -> None:
+    assert produced.threads(width) == count
+
+
+# --- Inductor's code
+
+
+def test_inductor_writes_no_kernel_for_what_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of a residual and three products: the rest is one kernel for the rows of all products."""
+    shapes = [((4096, 1024), torch.bfloat16)] * 2 + [((1024,), torch.bfloat16), ((1024, 1024), torch.bfloat16)]
+    monkeypatch.setattr(lowering, "target_of", lambda device: target_for("cuda", (9, 0)))
+
+    def function(x: Tensor, y: Tensor, weight: Tensor, w: Tensor) -> list[Tensor]:
+        total = x + y
+        values, amaxes = quantized(rms_norm(total, weight))
+        amax = fp4.amax(w)
+        right = fp4.quantize_decoded(w, amax, None, "nvfp4", [16, 16], "nearest", 0)
+        product = fp4.decoded_mm(values, None, right, amax, torch.float32)
+        return [total, product * amaxes.float().unsqueeze(1)]
+
+    gm = traced(function, *(torch.empty(shape, dtype=dtype) for shape, dtype in shapes))
+    produce(gm.graph, everywhere)
+    gm.recompile()
+    program = fake_gpu.generated(gm, shapes)
+    assert program.count("torch.ops.fp4.produce_decoded.default(") == 1
+    (rest,) = fake_gpu.kernels(program)
+    assert "rsqrt" not in rest
