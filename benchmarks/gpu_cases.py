@@ -16,8 +16,9 @@ from torch import Tensor
 import fp4compile  # noqa: F401  (registers the operators)
 from fp4compile.formats.rotation import SIGNS
 from fp4compile.lowering.kernels import amax as amaxes
-from fp4compile.lowering.kernels import columns, decode, rows, weights
+from fp4compile.lowering.kernels import columns, decode, produced, rows, weights
 from fp4compile.ops.library import BLOCKS, REFERENCE, SCALE_DTYPES
+from fp4compile.ops.produced import DTYPES, Program, Value
 
 fp4 = torch.ops.fp4
 FORMATS = ("nvfp4", "mxfp4")
@@ -121,6 +122,7 @@ def checked() -> Iterator[Case]:
         yield _decoded("rows", format, rounding, fp4.quantize_decoded)
         yield _decoded("columns", format, rounding, fp4.rotate_quantize_decoded)
     yield _decoded("weights", "nvfp4", "nearest", fp4.quantize_decoded)
+    yield from (_by_row(fp4.quantize), _produced(fp4.quantize_decoded))
     for format, dtype in itertools.product(FORMATS, (torch.bfloat16, torch.float32)):
         yield _decode(format, dtype, fp4.decode)
 
@@ -152,6 +154,7 @@ def timed() -> list[Timed]:
         Timed(_decoded("rows", "nvfp4", "nearest", formulas("quantize_decoded")), 4),
         Timed(_decoded("columns", "nvfp4", "stochastic", formulas("rotate_quantize_decoded")), 4),
         Timed(_decoded("weights", "nvfp4", "nearest", formulas("quantize_decoded")), 4),
+        Timed(_produced(formulas("quantize_decoded")), 4),
         Timed(largest["amax"], 2),
         Timed(largest["amax both"], 2, 0.85),
         Timed(_decode("nvfp4", torch.bfloat16, decode_), 2.5625, 0.90),
@@ -230,6 +233,38 @@ def _decoded(family: str, format: Any, rounding: str, quantize: Callable[..., Te
 
     name = f"{'rotated ' if family == 'columns' else ''}{family} {format} {rounding}, decoded"
     return Case(name, kernel, formulas, ("columns" if family == "columns" else "rows",))
+
+
+def _maxima(x: Tensor) -> Tensor:
+    return x.abs().amax(-1)
+
+
+def _by_row(quantize: Callable[..., Tensors]) -> Case:
+    return Case(
+        "rows nvfp4 nearest, a scale a row",
+        lambda o: rows.quantize(o.x, _maxima(o.x), None, "nvfp4", SITE),
+        lambda o: quantize(o.x, _maxima(o.x), None, "nvfp4", [1, 16], "nearest", SITE),
+        ("rows", "rows"),
+    )
+
+
+def _produced(quantize: Callable[..., Tensor]) -> Case:
+    """A program without steps, of whole blocks, in one of its dtypes."""
+
+    def matrix(o: Operand) -> Tensor:
+        x = o.x if o.x.dtype in DTYPES.values() else o.x.float()
+        return x[:, : x.shape[1] // 16 * 16]
+
+    def kernel(o: Operand) -> Tensors:
+        x = matrix(o)
+        value = Value("i0", "full", str(x.dtype).removeprefix("torch."))
+        return tuple(produced.produce([x], Program(x.shape[1], (value,), (), value, ())))
+
+    def formulas(o: Operand) -> Tensors:
+        x = matrix(o)
+        return quantize(x, _maxima(x), None, "nvfp4", [1, 16], "nearest", 0), _maxima(x)
+
+    return Case("rows with their amaxes nvfp4 nearest, decoded", kernel, formulas, ("rows", "rows"))
 
 
 def _weights(which: tuple[bool, bool], quantize: Callable[..., Tensors], tiled: bool = False) -> Case:

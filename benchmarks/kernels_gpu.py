@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -54,7 +55,6 @@ SANITIZED: list[tuple[Size, torch.dtype]] = [
     ((129, 272), torch.float32),
 ]
 TIMED: list[Size] = [(65536, 8192), (8192, 4096), (8192, 14336)]
-EAGER: Size = (8192, 4096)
 GEMMS = [(8192, 8192, 8192), (16384, 5632, 2048)]
 GEMM_MARK = 1.15
 ROTATED_BYTES = 2**29
@@ -377,11 +377,9 @@ def speed_of_kernels(sizes: Sequence[Size], deadline: float, device: torch.devic
         operands = buffers(size, device)[:4]
         for timed in gpu_cases.timed():
             row = by_key[(timed.case.name, f"{size[0]}x{size[1]}")]
-            if size == EAGER and device.type == "cuda":
+            if device.type == "cuda":
                 row["eager ms"] = measure_or_error(timed.case.formulas, operands[:1])
-            if size != sizes[0]:
-                row["compiled ms"] = None
-            elif time.perf_counter() < deadline:
+            if time.perf_counter() < deadline:
                 torch._dynamo.reset()
                 row["compiled ms"] = measure_or_error(compiled_formulas(timed), operands)
             else:
@@ -620,8 +618,8 @@ def main() -> None:
         formulas: dict[str, Future[None]] = {}
         if args.processes and args.speed:
             pool = stack.enter_context(ProcessPoolExecutor(args.processes // 2, mp_context=context))
-            for index, timed in enumerate(gpu_cases.timed()):
-                formulas[timed.case.name] = pool.submit(compile_formulas, index, args.timed[0], str(args.device))
+            for size, (index, timed) in itertools.product(args.timed, enumerate(gpu_cases.timed())):
+                formulas[f"{timed.case.name} {size}"] = pool.submit(compile_formulas, index, size, str(args.device))
         if args.processes:
             pool = stack.enter_context(ProcessPoolExecutor(args.processes, mp_context=context))
             kernels = record_kernels(args, args.device)

@@ -15,32 +15,10 @@ import render_step
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
-def checked() -> tuple[base.Record, str]:
-    """The check and a note: of kernels_gpu.json, or where that has speeds alone, of an earlier run that was kept."""
-    try:
-        return base.part("kernels_gpu", "check"), ""
-    except base.NotMeasured:
-        if not (base.RESULTS / "kernels_gpu_check.json").exists():
-            raise
-        return base.part("kernels_gpu_check", "check"), base.load("kernels_gpu_check")["note"]
-
-
-def compiled_elsewhere() -> dict[tuple[str, str], float]:
-    """(kernel, size) -> milliseconds of the compiled formulas in that earlier run."""
-    if not (base.RESULTS / "kernels_gpu_check.json").exists():
-        return {}
-    rows = base.load("kernels_gpu_check").get("formulas", [])
-    return {(row["kernel"], row["size"]): row["compiled ms"] for row in rows}
-
-
 def speed() -> str:
     measured = base.part("kernels_gpu", "speed")
-    first, elsewhere = measured["rows"][0], compiled_elsewhere()
-    rows, borrowed = [], False
+    first, rows = measured["rows"][0], []
     for row in measured["rows"]:
-        compiled, key = row["compiled ms"], (row["kernel"], row["size"])
-        if not isinstance(compiled, float) and isinstance(elsewhere.get(key), float):
-            compiled, borrowed = elsewhere[key], True
         rows.append(
             [
                 row["kernel"],
@@ -51,15 +29,13 @@ def speed() -> str:
                 base.percent(row["mark"]),
                 base.yes(row["met"]),
                 base.percent(row["TB/s"] / row["copy TB/s"]),
-                base.number(compiled),
+                base.number(row["compiled ms"]),
                 base.number(row["eager ms"]),
             ]
         )
     header = ["kernel", "size", "ms", "TB/s", "share", "mark", "met", "of a copy of that size"]
     header += ["`torch.compile` ms", "eager ms"]
     notes = f"Shares are of {first['TB/s'] / first['share']:.2f} TB/s, the copy bandwidth of the same run."
-    if borrowed:
-        notes += " `torch.compile` was timed in another run (kernels_gpu_check.json)."
     return f"{base.environment(measured['environment'])} {notes}\n\n{base.table(header, rows)}"
 
 
@@ -102,7 +78,7 @@ def missed() -> str:
 
 
 def check() -> str:
-    found, note = checked()
+    found = base.part("kernels_gpu", "check")
     rows = [
         [
             row["kernel"],
@@ -115,7 +91,7 @@ def check() -> str:
         for row in found["kernels"]
     ]
     header = ["kernel", "comparisons", "MB", "into poisoned memory", "differing bytes", "errors"]
-    return f"{base.environment(found['environment'])} {note}".rstrip() + f"\n\n{base.table(header, rows)}"
+    return f"{base.environment(found['environment'])}\n\n{base.table(header, rows)}"
 
 
 def check_products() -> str:
@@ -129,7 +105,7 @@ def check_products() -> str:
             f"{row['rms error / rms']:.1e}" if "rms error / rms" in row else "",
             base.yes(row["ok"]),
         ]
-        for row in checked()[0]["products"]
+        for row in base.part("kernels_gpu", "check")["products"]
     ]
     header = [
         "product",
@@ -163,6 +139,24 @@ def rotated_scale() -> str:
     return (
         f"On a CPU, torch {environment['versions']['torch']}; `{environment['command']}`.\n\n{base.table(header, rows)}"
     )
+
+
+def produced() -> str:
+    record = base.load("produced_gpu")
+    rows = [
+        [
+            row["case"],
+            row["size"],
+            base.number(row["one ms"]),
+            base.number(row["two ms"]),
+            base.number(row["one / two"], 2),
+            base.number(row["bytes an element"], 1),
+            base.number(row["one TB/s"], 2),
+        ]
+        for row in record["rows"]
+    ]
+    header = ["computed", "size", "one kernel, ms", "two, ms", "ratio", "bytes an element", "one kernel, TB/s"]
+    return f"{base.environment(record['environment'])}\n\n{base.table(header, rows)}"
 
 
 def columns_profile() -> str:
@@ -261,6 +255,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "check products": check_products,
     "sanitizer": sanitizer,
     "rotated scale": rotated_scale,
+    "produced": produced,
     "columns profile": columns_profile,
     "columns tried": columns_tried,
     "blackwell": blackwell,

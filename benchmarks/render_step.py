@@ -9,6 +9,12 @@ import render_base as base
 
 SETUPS = {"train_step_2048": "2048", "train_step_4096": "4096"}
 SLOW = ("eager", "compiled-eager")
+OURS = ("fp4 rows", "fp4 produced rows", "fp4 rotated columns", "fp4 amax", "pointwise", "matrix products")
+RECIPES = {
+    "train_step_2048_bound": {"bf16": "bf16", "nvfp4": "NVIDIA's", "nvfp4-bound": 'rotated_scale="bound"'},
+    "train_step_2048_row": {"bf16": "bf16, again", "nvfp4": "NVIDIA's", "nvfp4-row": 'activation_scale="row"'},
+}
+"""File -> variant -> its name. The scales of rows in the first were of an earlier kernel."""
 POOLED = "nvfp4-graphs"
 """A CUDA graph's memory belongs to its pool: the allocator does not tell what lives between forward and backward."""
 
@@ -101,8 +107,8 @@ def step_compile() -> str:
     rows = []
     for name, what in (
         ("train_step_2048_cold", "2048, cold"),
-        ("train_step_2048", "2048, cold, another process compiling beside"),
-        ("train_step_4096", "4096, cold, another process compiling beside"),
+        ("train_step_2048_bound", "2048, cold, again"),
+        ("train_step_2048_row", "2048, cold, again"),
         ("train_step_4096_warm", "4096, warm"),
     ):
         first = {row["variant"]: row["first step s"] for row in base.part(name, "rows")}
@@ -111,10 +117,31 @@ def step_compile() -> str:
     return base.table(["first step", "bf16 s", "nvfp4 s", "ratio"], rows)
 
 
+def step_recipes() -> str:
+    rows = []
+    for name in ("train_step_2048_bound", "train_step_2048_row"):
+        found = base.part(name, "setups")["2048"]
+        for row in base.part(name, "rows"):
+            if row["variant"] in RECIPES[name]:
+                kernels = _ours(found, row["variant"])
+                rows.append(
+                    [RECIPES[name][row["variant"]], *kernels, *map(base.number, (row["ms"], row["of bf16"]), (1, 3))]
+                )
+    header = ["recipe", *OURS, "all kernels ms", "a step ms", "of bf16"]
+    return base.table(header, rows)
+
+
+def _ours(found: Mapping[str, Any], variant: str) -> list[str]:
+    """Milliseconds of one step by group, and of all kernels."""
+    groups = found["profiles"][variant]["groups"]
+    return [base.number(value, 1) for value in (*(groups.get(group, 0.0) for group in OURS), sum(groups.values()))]
+
+
 SECTIONS = {
     "step": steps,
     "step marks": step_marks,
     "step profile": step_profile,
     "step saved": step_saved,
+    "step recipes": step_recipes,
     "step compile": step_compile,
 }

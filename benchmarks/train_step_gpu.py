@@ -5,6 +5,9 @@ Forward, backward and fused AdamW of a Llama-style model in bfloat16, every vari
 bf16             torch.compile
 nvfp4            torch.compile(backend="nvfp4"), NVIDIA's recipe and the default policy
 nvfp4-all        the same with every block in NVFP4
+nvfp4-bound      nvfp4 with rotated_scale="bound"
+nvfp4-row        nvfp4 with activation_scale="row"
+nvfp4-row-bound  both
 nvfp4-graphs     nvfp4 as CUDA graphs, mode="reduce-overhead"
 eager            the recipe and policy of nvfp4 written as an eager, fake-quantizing autograd.Function
 compiled-eager   that one, its blocks compiled by torch.compile; left out if that takes too long, which is found out in
@@ -46,7 +49,7 @@ from common import Timing, environment, print_table, time_side_by_side, write_re
 from llama import Llama, LlamaConfig, bfloat16_llama
 from torch import Tensor, nn
 
-from fp4compile import Policy
+from fp4compile import Policy, Recipe
 from fp4compile.formats import nvfp4, packing, rotation, rounding
 from fp4compile.formats.noise import noise16
 from fp4compile.policy import resolve
@@ -70,8 +73,15 @@ SETUPS = {
     "2048": Setup(LlamaConfig(dim=2048, layers=16, heads=16, hidden=5632), 8),
     "4096": Setup(LlamaConfig(dim=4096, layers=4, heads=32, hidden=14336), 8),
 }
-POLICIES = {"nvfp4-all": Policy(first=0, last=0)}
-VARIANTS = ("bf16", "nvfp4", "nvfp4-all", "nvfp4-graphs", "eager", "compiled-eager")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nvfp4": {},
+    "nvfp4-all": {"policy": Policy(first=0, last=0)},
+    "nvfp4-bound": {"recipe": Recipe.nvidia(rotated_scale="bound")},
+    "nvfp4-row": {"recipe": Recipe.nvidia(activation_scale="row")},
+    "nvfp4-row-bound": {"recipe": Recipe.nvidia(activation_scale="row", rotated_scale="bound")},
+    "nvfp4-graphs": {"mode": "reduce-overhead"},
+}
+VARIANTS = ("bf16", *OPTIONS, "eager", "compiled-eager")
 SLOW = ("eager", "compiled-eager")
 SLOW_STEPS = 3
 MARKS = {"step": 1.25, "saved": 0.85, "peak": 0.92, "eager": 5.0}
@@ -214,10 +224,8 @@ def make_trainer(
         replace_linears(model, butterfly)
     if variant == "bf16":
         call = torch.compile(model, dynamic=False)
-    elif variant.startswith("nvfp4"):
-        options: dict[str, Any] = {"policy": POLICIES[variant]} if variant in POLICIES else {}
-        options |= {"mode": "reduce-overhead"} if variant == "nvfp4-graphs" else {}
-        call = torch.compile(model, backend="nvfp4", dynamic=False, options=options)
+    elif variant in OPTIONS:
+        call = torch.compile(model, backend="nvfp4", dynamic=False, options=OPTIONS[variant])
     elif variant == "compiled-eager":
         for part in (*model.layers, model.output):
             part.compile(dynamic=False)
@@ -302,6 +310,7 @@ GROUPS = [
     (group, re.compile(pattern, re.IGNORECASE))
     for group, pattern in (
         ("fp4 amax", r"^amax_"),
+        ("fp4 produced rows", r"^quantize_produced_rows"),
         ("fp4 rows", r"^quantize_rows"),
         ("fp4 rotated columns", r"^quantize_rotated_columns"),
         ("fp4 columns", r"^quantize_columns"),
@@ -470,7 +479,7 @@ def measure(name: str, args: argparse.Namespace, patience: float) -> dict[str, A
     deadline = time.perf_counter() + patience
     data = batches(setup, device)
     record: dict[str, Any] = {"setup": asdict(setup), "tokens": setup.tokens, "left out": {}, "variants": {}}
-    record["layers"] = {variant: layers(setup, POLICIES.get(variant, Policy())) for variant in ("nvfp4", "nvfp4-all")}
+    record["layers"] = {v: layers(setup, OPTIONS[v].get("policy", Policy())) for v in ("nvfp4", "nvfp4-all")}
     child = Child(args, name) if "compiled-eager" in args.variants else None
     record["compiled beside another process"] = child is not None
     trainers: dict[str, Trainer] = {}
@@ -611,7 +620,7 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step in NVFP4 emulation against bf16.")
     parser.add_argument("--config", type=names(SETUPS), default=["2048", "4096"], help=f"of {', '.join(SETUPS)}")
-    default = [variant for variant in VARIANTS if variant not in ("nvfp4-all", "nvfp4-graphs")]
+    default = ["bf16", "nvfp4", *SLOW]
     parser.add_argument("--variants", type=names(VARIANTS), default=default, help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--steps", type=int, default=20, help="timed, of the variants that are not slow")
     parser.add_argument("--budget", type=float, default=225, help="seconds; what is slow is left out to keep to it")

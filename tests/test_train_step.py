@@ -138,7 +138,7 @@ def test_the_fake_quantizer_is_quantize_and_decode():
 def test_the_layers_that_take_part_are_the_policy_s():
     default = bench.layers(bench.SETUPS["2048"], Policy())
     assert default["blocks"] == list(range(1, 14)) and default["linear layers"] == 7 * 13
-    everything = bench.layers(bench.SETUPS["4096"], bench.POLICIES["nvfp4-all"])
+    everything = bench.layers(bench.SETUPS["4096"], bench.OPTIONS["nvfp4-all"]["policy"])
     assert everything["blocks"] == [0, 1, 2, 3]
     model = bfloat16_llama(TINY.model, CPU)
     bench.replace_linears(model, butterfly=False)

@@ -28,8 +28,8 @@ class Config:
 
 def choose(blocks: int, stochastic: bool, processors: int) -> Config:
     """Programs long enough to forget their start, short where a GPU would otherwise stand idle."""
-    loop = 8 if stochastic else 4
-    return Config(loop=loop if blocks >= 128 * loop * processors * 8 else 1)
+    loops = (16, 8) if stochastic else (4,)
+    return Config(loop=next((loop for loop in loops if blocks >= 128 * loop * processors * 8), 1))
 
 
 @functools.cache
