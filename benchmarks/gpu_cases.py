@@ -258,7 +258,7 @@ def _produced(quantize: Callable[..., Tensor]) -> Case:
     def kernel(o: Operand) -> Tensors:
         x = matrix(o)
         value = Value("i0", "full", str(x.dtype).removeprefix("torch."))
-        return tuple(produced.produce([x], Program(x.shape[1], (value,), (), value, ())))
+        return tuple(produced.produce([x], Program("values", x.shape[1], (value,), (), value, ())))
 
     def formulas(o: Operand) -> Tensors:
         x = matrix(o)

@@ -1,7 +1,7 @@
 """Is a tensor computed and quantized faster in one kernel than in two?
 
 With a scale a row, in emulation: the norm of a residual, SwiGLU of two products in float32, a tensor as it is. "one":
-fp4.produce_decoded, the program that ``lowering/produce.py`` makes. "two": the same by ``torch.compile``, with the
+fp4.produce, the program that ``lowering/produce.py`` makes. "two": the same by ``torch.compile``, with the
 amaxes of the rows, and then fp4.quantize_decoded. "x too": the tensor itself is written as well, as it is where the
 weight gradient's operand is made of it in the forward. Bytes: the fewest that "one" can move.
 """
@@ -85,10 +85,10 @@ def joined(case: Case) -> Callable[..., object]:
     blanks = [torch.empty(shape, dtype=dtype) for shape, dtype in case.inputs]
     gm = compat.trace(function, [mode.from_tensor(x, static_shapes=True) for x in blanks], mode)
     produce(gm.graph, lambda device: True)
-    (node,) = gm.graph.find_nodes(op="call_function", target=fp4.produce_decoded.default)
+    (node,) = gm.graph.find_nodes(op="call_function", target=fp4.produce.default)
     order = [list(gm.graph.find_nodes(op="placeholder")).index(one) for one in node.args[0]]
     assert all(isinstance(one, fx.Node) for one in node.args[0])
-    return lambda *inputs: fp4_on(inputs[0].device).produce_decoded([inputs[at] for at in order], node.args[1])
+    return lambda *inputs: fp4_on(inputs[0].device).produce([inputs[at] for at in order], node.args[1])
 
 
 def fp4_on(device: torch.device) -> Any:

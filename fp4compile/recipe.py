@@ -119,9 +119,8 @@ class Recipe:
     """What one float32 scale of x in the forward GEMM is for: the "tensor", as NVIDIA does it, or a "row", that is
     a token. With a scale a row nothing has to be reduced over the whole tensor before x is quantized: a row's largest
     magnitude comes out of the kernel that computes the row, a norm or an activation, and a token with large values
-    costs the others nothing. The product's result is then float32, and its rows are multiplied in the kernel of what
-    follows. FP4 tensor cores' kernel has one factor, so where there are such tensor cores this GEMM is one of decoded
-    bf16 operands instead, at bf16's speed, and the report says so: it is a choice for GPUs without them. All other
+    costs the others nothing. The product is multiplied by rows in the kernel of what follows: in its own epilogue where
+    tensor cores multiply FP4; elsewhere its result is written in float32 first. All other
     operands keep their tensor scale; those of wgrad have blocks along the tokens. Without effect on x in MXFP4, which
     has no tensor scale, or bf16."""
 

@@ -113,7 +113,7 @@ def test_a_tensor_is_computed_and_quantized_by_one_kernel(rows, columns, dtype):
     """As it is, the same bytes as on a CPU; a norm: what is quantized is what is written, near the CPU's."""
     x = spread(rows, columns, DTYPES[dtype])
     value = Value("i0", "full", dtype)
-    plain = Program(columns, (value,), (), value, ())
+    plain = Program("values", columns, (value,), (), value, ())
     for found, expected in zip(*both([x], plain), strict=True):
         assert torch.equal(as_bytes(found), as_bytes(expected))
     steps = (
@@ -125,7 +125,9 @@ def test_a_tensor_is_computed_and_quantized_by_one_kernel(rows, columns, dtype):
         Step("s5", "mul", ("s4", "i1"), "full"),
     )
     y = Value("s5", "full", dtype)
-    norm = Program(columns, (value, Value("i1", "column", dtype)), steps, y, (y, Value("s3", "row", "float32")))
+    norm = Program(
+        "values", columns, (value, Value("i1", "column", dtype)), steps, y, (y, Value("s3", "row", "float32"))
+    )
     (values, amaxes, written, roots), expected = both([x, torch.rand(columns).to(DTYPES[dtype])], norm)
     torch.testing.assert_close(roots, expected[3], rtol=1e-5, atol=0)  # the order of a sum, and an approximate root
     torch.testing.assert_close(written, expected[2], rtol=2**-7 if dtype == "bfloat16" else 1e-5, atol=0)
@@ -136,8 +138,8 @@ def test_a_tensor_is_computed_and_quantized_by_one_kernel(rows, columns, dtype):
 def both(inputs, program):
     """On the GPU, brought back, and on the CPU."""
     text = program.to_json()
-    found = torch.ops.fp4_cuda.produce_decoded([one.cuda() for one in inputs], text)
-    return [one.cpu() for one in found], fp4.produce_decoded(inputs, text)
+    found = torch.ops.fp4_cuda.produce([one.cuda() for one in inputs], text)
+    return [one.cpu() for one in found], fp4.produce(inputs, text)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

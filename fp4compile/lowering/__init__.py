@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from .. import compat
+from ..graph import emit, has_row_scales
 from . import template
 from .ahead import compile_ahead
 from .compiled import COMPILED
 from .cuda import CUDA, IMPLEMENTATIONS, TUNED
-from .emulate import emulate
+from .emulate import emulate, times_rows
 from .fold import TILED, fold, fold_rows
 from .produce import produce
 from .targets import has_kernels, target_of
@@ -36,7 +37,7 @@ def lower(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             elif node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
-                _to_native(node)
+                _to_native(graph, node)
             else:
                 _to_twin(node)
     graph.lint()
@@ -65,11 +66,20 @@ def _twins(lowering: str) -> dict[Any, Any]:
     return COMPILED if lowering == "compiled" else {}
 
 
-def _to_native(node: fx.Node) -> None:
-    """A product of tiled operands becomes the template, which Inductor writes together with what follows."""
+def _to_native(graph: fx.Graph, node: fx.Node) -> None:
+    """A product of tiled operands becomes the template, which Inductor writes together with what follows: with the
+    scales of rows, too."""
     template.register()
     a, a_scales, a_amax, format, b, b_scales, b_amax, _, out_dtype, _ = node.args
-    node.target, node.args = template.OPERATOR, (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype)
+    if not has_row_scales(node):
+        node.target, node.args = template.OPERATOR, (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype)
+        return
+    with graph.inserting_before(node):
+        arguments = (a, a_scales, None, b, b_scales, b_amax, format, torch.float32)
+        product = emit(graph, node, template.OPERATOR, *arguments)
+        result = times_rows(graph, node, product, a_amax, out_dtype)  # type: ignore[arg-type]
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 def implementation(operator: Any, device: torch.device) -> Any:

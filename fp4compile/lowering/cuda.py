@@ -68,7 +68,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     turned = x.t().is_contiguous() and not x.is_contiguous()
     if _has_row_scales(amax):
-        return rows.quantize(x, amax.contiguous(), seed, format, site)
+        return rows.quantize(x, amax.contiguous(), seed, format, site, tiled)
     if block[0] == 1:
         if turned:
             return columns.quantize(x.t(), amax, seed, format, site, None, tiled)
@@ -134,7 +134,7 @@ def rotate_quantize_decoded(
     return columns.decoded(x.t(), amax, seed, format, site, signs)
 
 
-def produce_decoded(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+def produce(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     return produced.produce(inputs, Program.from_json(program))
 
 
@@ -161,7 +161,10 @@ def scaled_mm(
 ) -> Tensor:
     if tiled:
         assert a_scales is not None and b_scales is not None
-        return gemm.launch(a, a_scales, a_amax, b, b_scales, b_amax, a_format, out_dtype)
+        if not _has_row_scales(a_amax):
+            return gemm.launch(a, a_scales, a_amax, b, b_scales, b_amax, a_format, out_dtype)
+        product = gemm.launch(a, a_scales, None, b, b_scales, b_amax, a_format, torch.float32)
+        return product.mul_(nvfp4.row_factors(a_amax)).to(out_dtype)
     if any(x.dtype not in (torch.uint8, torch.bfloat16) for x in (a, b)):
         return fp4.scaled_mm(a, a_scales, a_amax, a_format, b, b_scales, b_amax, b_format, out_dtype)
     left, right = _values(a, a_scales, a_format), _values(b, b_scales, b_format)

@@ -46,6 +46,20 @@ def _is_transpose(node: fx.Node) -> bool:
     return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
+def times_rows(graph: fx.Graph, like: fx.Node, product: fx.Node, amaxes: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A float32 product [M, N] times what the amaxes of its left operand's rows say, in ``dtype``: formats/nvfp4.py,
+    ``row_factors``."""
+
+    def call(target: Any, *arguments: Any) -> fx.Node:
+        return emit(graph, like, target, *arguments)
+
+    if amaxes.meta["val"].dtype != torch.float32:
+        amaxes = call(prims.convert_element_type.default, amaxes, torch.float32)
+    factors = call(aten.unsqueeze.default, call(aten.mul.Tensor, amaxes, nvfp4.ROW_FACTOR), 1)
+    result = call(aten.mul.Tensor, product, factors)
+    return result if dtype == torch.float32 else call(prims.convert_element_type.default, result, dtype)
+
+
 class _Emulator:
     def __init__(self, graph: fx.Graph, products: list[fx.Node]) -> None:
         self._graph = graph
@@ -58,7 +72,9 @@ class _Emulator:
             with self._graph.inserting_before(product):
                 values = [self._values(product, *operand) for operand in (a, b)]
                 if has_row_scales(product):
-                    new = self._by_row(product, values[0], a[2], values[1], b[2], out_dtype)
+                    plain = (values[0], None, values[1], b[2], torch.float32)
+                    new = emit(self._graph, product, fp4.decoded_mm.default, *plain)
+                    new = times_rows(self._graph, product, new, a[2], out_dtype)  # type: ignore[arg-type]
                 else:
                     arguments = (values[0], a[2], values[1], b[2], out_dtype)
                     new = emit(self._graph, product, fp4.decoded_mm.default, *arguments)
@@ -66,20 +82,6 @@ class _Emulator:
         for product in reversed(self._products):
             self._graph.erase_node(product)
         self._graph.eliminate_dead_code()
-
-    def _by_row(self, product: fx.Node, a: fx.Node, a_amax: Any, b: fx.Node, b_amax: Any, dtype: Any) -> fx.Node:
-        """formats/nvfp4.py, ``row_factors``."""
-
-        def call(target: Any, *arguments: Any) -> fx.Node:
-            return emit(self._graph, product, target, *arguments)
-
-        factors = a_amax
-        if factors.meta["val"].dtype != torch.float32:
-            factors = call(prims.convert_element_type.default, factors, torch.float32)
-        factors = call(aten.unsqueeze.default, call(aten.mul.Tensor, factors, nvfp4.ROW_FACTOR), 1)
-        result = call(fp4.decoded_mm.default, a, None, b, b_amax, torch.float32)
-        result = call(aten.mul.Tensor, result, factors)
-        return result if dtype == torch.float32 else call(prims.convert_element_type.default, result, dtype)
 
     def _values(self, product: fx.Node, codes: fx.Node, scales: fx.Node | None, amax: Any, format: str) -> fx.Node:
         if scales is None:

@@ -2,13 +2,14 @@
 
 In a partitioned graph, on devices with kernels, where an operand's values are quantized with the amaxes of their rows:
 
-    x = ... norm, activation, residual ...        values, amaxes, ... = fp4.produce_decoded(inputs, program)
+    x = ... norm, activation, residual ...        values, amaxes, ... = fp4.produce(inputs, program)
     amaxes = fp4.row_amax(x)                  ->
     values = fp4.quantize_decoded(x, amaxes)
 
-The program has the elementwise operations and the sums of rows that x is made of; whatever of them others read is
-an output of the kernel, x included, which is not written otherwise. An operand that no such operation computes is read
-once for its amaxes and its values.
+So are codes and scales, where they are kept or multiplied as they are. The program has the elementwise operations and
+the sums of rows that x is made of; whatever of them others read is an output of the kernel, x included, which is not
+written otherwise. An operand that no such operation computes is read once for its amaxes and its values. What reads a
+product of codes stays with it, in its epilogue.
 
 Changes no value but by the order in which a row is summed, which is the compiler's choice with Inductor, too.
 """
@@ -24,11 +25,14 @@ from torch import fx
 
 from .. import compat
 from ..graph import aten, emit, emit_items, prims
-from ..ops.produced import DTYPES, SUM, Argument, Kind, Program, Step, Value
+from ..ops.produced import DTYPES, SUM, Argument, Kind, Program, Result, Step, Value
+from .fold import is_tiled
 from .kernels.produced import SIZE, WIDEST
 
 fp4 = torch.ops.fp4
 
+TILED_CODES = 7
+"""Where ``tiled`` stands among the arguments of ``quantize``."""
 MOST_INPUTS = 6
 """Matrices that a program reads: a thread holds 16 elements of each."""
 
@@ -55,6 +59,7 @@ POW = aten.pow.Tensor_Scalar
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim)
 CAST = prims.convert_element_type.default
 LAYOUTS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
+QUANTIZERS = (fp4.quantize_decoded.default, fp4.quantize.default)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Shape = Kind | str
@@ -65,13 +70,14 @@ def produce(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
     """In place; ``eligible``: the devices with kernels."""
     if compat.rounds_between_operations():  # then Inductor's numbers are others
         return
-    for node in list(graph.find_nodes(op="call_function", target=fp4.quantize_decoded.default)):
-        if eligible(node.meta["val"].device) and _is_by_row(node):
+    quantizers = [node for node in graph.nodes if node.target in QUANTIZERS]
+    for node in quantizers:
+        if eligible(node.args[0].meta["val"].device) and _is_by_row(node):
             _replace(graph, node, _Region(node))
 
 
 def _is_by_row(quantizer: fx.Node) -> bool:
-    """Whether it is what ``fp4::produce_decoded`` does last."""
+    """Whether it is what ``fp4::produce`` does last."""
     x, amax, seed, format, block = quantizer.args[:5]
     assert isinstance(x, fx.Node) and isinstance(amax, fx.Node)
     if (amax.target, amax.args, seed, format, list(block)) != (fp4.row_amax.default, (x,), None, "nvfp4", [1, SIZE]):  # type: ignore[arg-type]
@@ -85,6 +91,12 @@ def _is_by_row(quantizer: fx.Node) -> bool:
         and value.dtype in NAMES
         and value.is_contiguous()
     )
+
+
+def _result(quantizer: fx.Node) -> Result:
+    if quantizer.target is fp4.quantize_decoded.default:
+        return "values"
+    return "tiles" if len(quantizer.args) > TILED_CODES and quantizer.args[TILED_CODES] else "codes"
 
 
 class _Region:
@@ -144,6 +156,8 @@ class _Region:
             return False
         if outside and kind != "full" and (kind not in ("row", "flat") or node.meta["val"].dtype != torch.float32):
             return False
+        if any(map(_is_template, sources)):
+            return False
         if node.target in LAYOUTS:
             return {kind, *kinds} in ({"full"}, {"row"}, {"flat"}, {"row", "flat"}, {"column"})
         if node.target in REDUCTIONS:
@@ -161,7 +175,14 @@ class _Region:
             writer.add(node)
         read = [node for node in self.members if not _is_free(node) and self._is_read_outside(node)]
         outputs = tuple(writer.value(node) for node in read)
-        return Program(self.columns, tuple(writer.inputs), tuple(writer.steps), writer.value(self.x), outputs), read
+        return Program(
+            _result(self.quantizer),
+            self.columns,
+            tuple(writer.inputs),
+            tuple(writer.steps),
+            writer.value(self.x),
+            outputs,
+        ), read
 
     def _is_read_outside(self, node: fx.Node) -> bool:
         """Also if only through members that show the same numbers, which are then left where they are."""
@@ -170,6 +191,13 @@ class _Region:
             self._is_read_outside(user) if user in inside and _is_free(user) else user not in inside
             for user in node.users
         )
+
+
+def _is_template(node: fx.Node) -> bool:
+    """Whether it shows a product whose own kernel computes what follows it."""
+    while node.op == "call_function" and _is_free(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is fp4.scaled_mm.default and is_tiled(node)
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -266,8 +294,9 @@ class _Writer:
 def _replace(graph: fx.Graph, quantizer: fx.Node, region: _Region) -> None:
     program, read = region.program()
     with graph.inserting_before(quantizer):
-        new = emit(graph, quantizer, fp4.produce_decoded.default, region.inputs, program.to_json())
-        values, amaxes, *outputs = results = emit_items(graph, quantizer, new, 2 + len(read))
+        new = emit(graph, quantizer, fp4.produce.default, region.inputs, program.to_json())
+        results = emit_items(graph, quantizer, new, len(new.meta["val"]))
+        first, amaxes, outputs = results[: -1 - len(read)], results[-1 - len(read)], results[len(results) - len(read) :]
         for node, output in zip(read, outputs, strict=True):
             shape = list(node.meta["val"].shape)
             shown = emit(graph, node, aten.view.default, output, shape)
@@ -278,11 +307,21 @@ def _replace(graph: fx.Graph, quantizer: fx.Node, region: _Region) -> None:
             results.append(largest)
             node.replace_all_uses_with(largest)
     region.amax.replace_all_uses_with(amaxes)
-    quantizer.replace_all_uses_with(values)
+    if program.result == "values":
+        quantizer.replace_all_uses_with(first[0])
+    else:
+        _replace_items(graph, quantizer, first)
     for node in (quantizer, region.amax, *region.whole, *reversed(region.members)):
         if not node.users:
             graph.erase_node(node)
     _move_behind(graph, new, results)
+
+
+def _replace_items(graph: fx.Graph, quantizer: fx.Node, results: list[fx.Node]) -> None:
+    """Codes and scales, which are read one by one."""
+    for item in list(quantizer.users):
+        item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+        graph.erase_node(item)
 
 
 def _move_behind(graph: fx.Graph, new: fx.Node, results: list[fx.Node]) -> None:

@@ -80,7 +80,8 @@ def register() -> None:
         inputs = [each for each in (a, a_scales, a_amax, b, b_scales, b_amax) if each is not None]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         configs = _configs((shape[0], shape[1], 2 * shape[2]), out_dtype, capability, processors)
-        choices = [_options(config, format, processors) for config in configs]
+        scales = gemm.tensor_scales_of(format, a_amax is not None)
+        choices = [_options(config, format, scales, processors) for config in configs]
         return compat.lower_by_template(template, "fp4_gemm", inputs, size, out_dtype, choices)
 
     compat.register_lowering(OPERATOR, lower)
@@ -96,7 +97,7 @@ def _configs(
     return distinct if compat.autotunes_products() else distinct[:1]
 
 
-def _options(config: gemm.Config, format: str, processors: int) -> dict[str, Any]:
+def _options(config: gemm.Config, format: str, tensor_scales: int, processors: int) -> dict[str, Any]:
     """Constants of the template in one configuration."""
     return {
         "BLOCK_M": config.block_m,
@@ -107,10 +108,11 @@ def _options(config: gemm.Config, format: str, processors: int) -> dict[str, Any
         "SLICE": SLICE,
         "BLOCK": gemm.BLOCKS[format],
         "PROGRAMS": processors,
-        "TENSOR_SCALES": format == "nvfp4",
+        "TENSOR_SCALES": tensor_scales,
         "LARGE_AMAX": 2.0**63,
         "SHRINK": 2.0**-32,
         "DIVISOR": float(nvfp4.TENSOR_MAX**2),
+        "LARGEST": float(nvfp4.TENSOR_MAX),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

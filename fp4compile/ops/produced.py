@@ -2,12 +2,15 @@
 
 | operator | takes | gives |
 |---|---|---|
-| fp4::produce_decoded | inputs, a program | values bfloat16 [R, C], amaxes [R], then the program's outputs |
+| fp4::produce | inputs, a program | codes and scales or values, amaxes [R], then the program's outputs |
 
 A ``Program`` computes x [R, C] row by row: elementwise steps and sums of rows. The operator gives, of x rounded to its
-dtype, ``amaxes = x.abs().amax(-1)`` in that dtype and
+dtype, ``amaxes = x.abs().amax(-1)`` in that dtype and, by the program's ``result``,
 
-    values = fp4::quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+| result | first |
+|---|---|
+| "values" | fp4::quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0) |
+| "codes", "tiles" | the codes and scales of fp4::quantize of the same, tiled or not |
 
 Steps are computed in float32 and not rounded between, as Inductor computes what it joins in one kernel; outputs and x
 are rounded once.
@@ -26,11 +29,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from . import decoded
+from . import decoded, quantize
 from .library import define
 
 Kind = Literal["full", "row", "column", "scalar"]
 """The shape of a value: [R, C], [R, 1], [1, C] or one number."""
+Result = Literal["values", "codes", "tiles"]
 Argument = str | float
 """The name of a value, or a number."""
 
@@ -78,6 +82,7 @@ class Step:
 class Program:
     """x, of ``columns``, from ``inputs`` by ``steps``. outputs: what else is written, "full" or "row"."""
 
+    result: Result
     columns: int
     inputs: tuple[Value, ...]
     steps: tuple[Step, ...]
@@ -93,7 +98,7 @@ class Program:
         fields = json.loads(text)
         steps = tuple(Step(**{**step, "args": tuple(step["args"])}) for step in fields["steps"])
         inputs, outputs = (tuple(Value(**value) for value in fields[name]) for name in ("inputs", "outputs"))
-        return Program(fields["columns"], inputs, steps, Value(**fields["x"]), outputs)
+        return Program(fields["result"], fields["columns"], inputs, steps, Value(**fields["x"]), outputs)
 
 
 def rows_of(program: Program, inputs: Sequence[Tensor]) -> int:
@@ -101,10 +106,10 @@ def rows_of(program: Program, inputs: Sequence[Tensor]) -> int:
     for value, tensor in zip(program.inputs, inputs, strict=True):
         if value.kind in ("full", "row"):
             return math.prod(tensor.shape) // (program.columns if value.kind == "full" else 1)
-    raise ConfigError("fp4::produce_decoded: no input of the program has rows")
+    raise ConfigError("fp4::produce: no input of the program has rows")
 
 
-def produce_decoded(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+def produce(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     _check(inputs, program)
     parsed = Program.from_json(program)
     rows, columns = rows_of(parsed, inputs), parsed.columns
@@ -122,8 +127,15 @@ def produce_decoded(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
 
     x = written(parsed.x)
     amaxes = x.abs().amax(-1)
-    quantized = decoded.quantize_decoded(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0)
-    return [quantized, amaxes, *map(written, parsed.outputs)]
+    return [*quantized(parsed.result, x, amaxes), amaxes, *map(written, parsed.outputs)]
+
+
+def quantized(result: Result, x: Tensor, amaxes: Tensor) -> tuple[Tensor, ...]:
+    """By the operators that quantize what has been written."""
+    how = (amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+    if result == "values":
+        return (decoded.quantize_decoded(x, *how),)
+    return quantize.quantize(x, *how, result == "tiles")
 
 
 def _run(step: Step, arguments: list[Any]) -> Tensor:
@@ -140,19 +152,23 @@ def _fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     like, dtype = inputs[0], DTYPES[parsed.x.dtype]
     shapes = {"full": (rows, columns), "row": (rows,)}
     outputs = [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in parsed.outputs]
-    return [like.new_empty((rows, columns), dtype=torch.bfloat16), like.new_empty((rows,), dtype=dtype), *outputs]
+    x, amaxes = like.new_empty((rows, columns), dtype=dtype), like.new_empty((rows,), dtype=dtype)
+    how = (amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+    if parsed.result == "values":
+        return [like.new_empty((rows, columns), dtype=torch.bfloat16), amaxes, *outputs]
+    return [*quantize._fake(x, *how, parsed.result == "tiles"), amaxes, *outputs]
 
 
 def _check(inputs: Sequence[Tensor], program: str) -> None:
     parsed = Program.from_json(program)
     if len(inputs) != len(parsed.inputs):
-        raise ConfigError(f"fp4::produce_decoded: the program takes {len(parsed.inputs)} inputs, got {len(inputs)}")
+        raise ConfigError(f"fp4::produce: the program takes {len(parsed.inputs)} inputs, got {len(inputs)}")
     rows = rows_of(parsed, inputs)
     elements = {"full": rows * parsed.columns, "row": rows, "column": parsed.columns, "scalar": 1}
     for value, tensor in zip(parsed.inputs, inputs, strict=True):
         if tensor.dtype != DTYPES[value.dtype] or math.prod(tensor.shape) != elements[value.kind]:
             raise ConfigError(
-                f"fp4::produce_decoded: input {value.name} is {list(tensor.shape)}, {tensor.dtype}; the program takes "
+                f"fp4::produce: input {value.name} is {list(tensor.shape)}, {tensor.dtype}; the program takes "
                 f"{elements[value.kind]} elements, {DTYPES[value.dtype]}"
             )
     _check_names(parsed)
@@ -162,19 +178,19 @@ def _check(inputs: Sequence[Tensor], program: str) -> None:
 def _check_names(program: Program) -> None:
     """Every value is made before it is read; C is of whole blocks."""
     if program.columns % 16:
-        raise ConfigError(f"fp4::produce_decoded: {program.columns} columns; a multiple of 16 is needed")
+        raise ConfigError(f"fp4::produce: {program.columns} columns; a multiple of 16 is needed")
     known = {value.name for value in program.inputs}
 
     def need(names: Iterable[Argument]) -> None:
         if missing := [name for name in names if isinstance(name, str) and name not in known]:
-            raise ConfigError(f"fp4::produce_decoded: the program reads {', '.join(missing)} before it is computed")
+            raise ConfigError(f"fp4::produce: the program reads {', '.join(missing)} before it is computed")
 
     for step in program.steps:
         if step.op != SUM and step.op not in ELEMENTWISE:
-            raise ConfigError(f"fp4::produce_decoded: there is no step {step.op!r}")
+            raise ConfigError(f"fp4::produce: there is no step {step.op!r}")
         need(step.args)
         known.add(step.name)
     need([program.x.name, *(value.name for value in program.outputs)])
 
 
-define("produce_decoded(Tensor[] inputs, str program) -> Tensor[]", produce_decoded, _fake, check=_check)
+define("produce(Tensor[] inputs, str program) -> Tensor[]", produce, _fake, check=_check)

@@ -10,7 +10,7 @@ element.
 | nvfp4 | (16, 16) | float8_e4m3fn, repeated over a tile's 16 rows | 0-d float32, of the whole tensor |
 | mxfp4 | (1, 32) | float8_e8m0fnu | None |
 
-nvfp4 with blocks (1, 16), not tiled, may have a scale a row in place of one a tensor: amax is then [R], max |x| of each
+nvfp4 with blocks (1, 16) may have a scale a row in place of one a tensor: amax is then [R], max |x| of each
 row, in x's dtype or float32. Each row is quantized as if it were the whole tensor.
 
 tiled: scales in the order of tensor cores, [ceil(R / 128), ceil(nb / 4), 32, 4, 4], the rest of the last tiles zero
@@ -113,13 +113,13 @@ def _check(
     if tuple(block) not in ALLOWED_BLOCKS[format]:
         allowed = " or ".join(map(str, ALLOWED_BLOCKS[format]))
         raise ConfigError(f"fp4::quantize: block is {tuple(block)}; {format} has {allowed}")
-    _check_amax(x, amax, format, block, tiled)
+    _check_amax(x, amax, format, block)
     _check_rounding(seed, rounding, site)
     if seed is not None:
         noise.check_size(x.shape[0], _block_count(x, format) * BLOCKS[format])
 
 
-def _check_amax(x: Tensor, amax: Tensor | None, format: str, block: Sequence[int], tiled: bool) -> None:
+def _check_amax(x: Tensor, amax: Tensor | None, format: str, block: Sequence[int]) -> None:
     if amax is None and format == "nvfp4":
         raise ConfigError("fp4::quantize: nvfp4 needs the amax of the tensor, torch.ops.fp4.amax(x)")
     if amax is not None and format != "nvfp4":
@@ -127,11 +127,10 @@ def _check_amax(x: Tensor, amax: Tensor | None, format: str, block: Sequence[int
     if amax is None or is_scalar(amax):
         return
     check_row_amax("quantize", "amax", amax, x.shape[0], (torch.float32, x.dtype))
-    if block[0] != 1 or tiled:
-        how = "tiled" if tiled else f"block {tuple(block)}"
+    if block[0] != 1:
         raise ConfigError(
-            f"fp4::quantize: amax has shape {list(amax.shape)}, a scale a row, with {how}; that needs "
-            "block (1, 16) and tiled=False, or amax 0-d"
+            f"fp4::quantize: amax has shape {list(amax.shape)}, a scale a row, with block {tuple(block)}; that needs "
+            "block (1, 16), or amax 0-d"
         )
 
 

@@ -16,7 +16,7 @@ factor comes behind the other's, so that a device can multiply by a number first
     D = (sum_k decode(a)[m, k] * decode(b)[n, k] * (gamaxB / 2688)) * (gamaxA[m] * float32(1 / 2688))
 
 each product rounded to float32, from left to right. The last factor is a product, not a division, because generated
-code divides only nearly right on a GPU. Not with tiled scales: the tensor cores' kernel has one factor.
+code divides only nearly right on a GPU.
 
 tiled: both scales are in the order of tensor cores, as fp4::quantize writes them with tiled=True.
 
@@ -139,8 +139,6 @@ def _check(
 ) -> None:
     _check_operand("a", a, a_scales, a_amax, a_format, tiled)
     _check_operand("b", b, b_scales, b_amax, b_format, tiled)
-    if tiled and a_amax is not None and a_amax.dim():
-        raise ConfigError("fp4::scaled_mm: a_amax is a scale a row, which needs scales that are not tiled: tiled=False")
     check_product("scaled_mm", _k(a, a_scales, a_format), _k(b, b_scales, b_format), out_dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import fx
 from .. import compat
 from ..decisions import Choice, Decision
 from ..errors import UnsupportedDtypeError
-from ..lowering.targets import multiplies_fp4
 from ..plan import GraphPlan, RoleRecord, SiteRecord
 from ..recipe import ROLES, GemmSpec, Role
 from .classify import Site, operands
@@ -29,20 +28,15 @@ class SettledSite:
     specs: Mapping[Role, GemmSpec]
 
 
-def settle(
-    graph: fx.Graph,
-    sites: list[Site],
-    plan: GraphPlan,
-    native: Callable[[torch.device], bool] = multiplies_fp4,
-) -> list[SettledSite]:
-    """The sites with what they get. ``native``: the devices whose tensor cores multiply FP4.
+def settle(graph: fx.Graph, sites: list[Site], plan: GraphPlan) -> list[SettledSite]:
+    """The sites with what they get.
 
     Raises:
         RewriteError: the plan does not know a site's module or parameter.
         UnsupportedDtypeError: a site that is to be rewritten has a dtype that cannot be quantized.
     """
     has_backward = any(compat.is_tangent(node) for node in graph.nodes if node.op == "placeholder")
-    return [_settle(number, site, plan, has_backward, native) for number, site in enumerate(sites)]
+    return [_settle(number, site, plan, has_backward) for number, site in enumerate(sites)]
 
 
 def leave_all(sites: list[Site], plan: GraphPlan, reason: str) -> list[SettledSite]:
@@ -53,9 +47,7 @@ def leave_all(sites: list[Site], plan: GraphPlan, reason: str) -> list[SettledSi
     ]
 
 
-def _settle(
-    number: int, site: Site, plan: GraphPlan, has_backward: bool, native: Callable[[torch.device], bool]
-) -> SettledSite:
+def _settle(number: int, site: Site, plan: GraphPlan, has_backward: bool) -> SettledSite:
     fqn, decision, min_size = plan.decide(site.forward, site.param)
     decision = _by_shape(decision, site, min_size)
     specs: dict[Role, GemmSpec] = {}
@@ -71,17 +63,9 @@ def _settle(
         else:
             specs[role] = spec
             records[role] = RoleRecord(spec.precision, choice.reason)
-            if native(site.forward.meta["val"].device) and _keeps_from_tensor_cores(spec):
-                note = "multiplied in bf16: FP4 tensor cores take no scale a row"
-                records[role] = dataclasses.replace(records[role], reason=f"{choice.reason}; {note}")
     if specs:
         _check_dtype(fqn, site)
     return SettledSite(site, _record(number, fqn, site, plan, records), specs)
-
-
-def _keeps_from_tensor_cores(spec: GemmSpec) -> bool:
-    """Whether tensor cores would multiply FP4 themselves but for a scale a row (passes/tile.py)."""
-    return spec.left.scale == "row" and spec.left.format == spec.right.format
 
 
 def _absence(site: Site, role: Role, has_backward: bool) -> str:

@@ -1,8 +1,7 @@
 """Where tensor cores multiply FP4 themselves, operands are quantized with scales in the order tensor cores read.
 
 Changes no value. A product takes part if both operands are quantized in one format; its operands if no other product
-reads their scales. A product with a scale a row takes no part, because the kernel has one factor: it is one of decoded
-operands.
+reads their scales.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from .. import compat
-from ..graph import fake_value, has_row_scales
+from ..graph import fake_value
 from ..lowering.targets import multiplies_fp4
 
 fp4 = torch.ops.fp4
@@ -29,7 +28,7 @@ def tile(graph: fx.Graph, eligible: Callable[[torch.device], bool] = multiplies_
     products = {
         node
         for node in graph.find_nodes(op="call_function", target=fp4.scaled_mm.default)
-        if eligible(node.meta["val"].device) and node.args[3] == node.args[7] != "bf16" and not has_row_scales(node)
+        if eligible(node.meta["val"].device) and node.args[3] == node.args[7] != "bf16"
     }
     while True:  # a product that stays as it is keeps its operands, and with them other products, as they are
         mixed = {node for node in products if any(set(scales.users) - products for scales in _scales(node))}

@@ -205,21 +205,19 @@ def fused(graph: fx.Graph) -> fx.Graph:
 
 
 def folded(graph: fx.Graph, gpu: Gpu) -> set[fx.Node]:
-    """The amaxes that cost nothing on a GPU: the kernels that compute their tensors, or rows, find them."""
+    """The amaxes that cost nothing on a GPU: the kernels that compute their tensors find them, and those that quantize
+    rows find the rows'."""
 
     def is_template(product: fx.Node) -> bool:
         return _is_native(product, gpu)
 
-    free = set(foldable(graph, lambda device: True, is_template))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default):
-        if finds_row_maxima(laid_out(node.all_input_nodes[0], copies=False), is_template):
-            free.add(node)
-    return free
+    rows = graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default)
+    return {*foldable(graph, lambda device: True, is_template), *rows}
 
 
 def _is_native(product: fx.Node, gpu: Gpu) -> bool:
     """Whether tensor cores multiply the codes themselves (passes/tile.py)."""
-    return gpu.fp4 is not None and product.args[3] == product.args[7] != "bf16" and not has_row_scales(product)
+    return gpu.fp4 is not None and product.args[3] == product.args[7] != "bf16"
 
 
 def work_of(node: fx.Node, site: str, model: Model) -> list[Work]:
@@ -238,15 +236,27 @@ def work_of(node: fx.Node, site: str, model: Model) -> list[Work]:
 def _quantizer(node: fx.Node, site: str, model: Model) -> Work:
     """amax, rotation, quantization. FP8 in its place: the same tensor read once and written, without an amax."""
     moved = _bytes_moved(node)
+    if _is_joined(node, model.gpu):
+        moved -= _bytes(node.args[0].meta["val"])  # type: ignore[union-attr]
     elements = sum(2 * _numel(value) for value in _tensors(node) if value.dtype is torch.uint8)
     read = sum(_bytes(value) for source in node.all_input_nodes for value in _tensors(source))
     fp8 = model.memory(read + elements * BYTES["fp8"]) if elements else 0.0
     return Work(site, "quantization", model.memory(moved), 0.0, fp8, moved, 0.0)
 
 
+def _is_joined(quantizer: fx.Node, gpu: Gpu) -> bool:
+    """Whether the kernel that computes a tensor quantizes it (lowering/produce.py)."""
+    if quantizer.target != torch.ops.fp4.quantize.default:
+        return False
+    x, amax = quantizer.args[:2]
+    if not isinstance(x, fx.Node) or not isinstance(amax, fx.Node) or amax.meta["val"].dim() == 0:
+        return False
+    return finds_row_maxima(laid_out(x, copies=False), lambda product: _is_native(product, gpu))
+
+
 def _scaled_product(node: fx.Node, site: str, model: Model) -> list[Work]:
-    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands. With a
-    scale a row its result is float32, and what follows reads that: counted as decoding."""
+    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands, whose
+    result with a scale a row is float32, and what follows reads that: counted as decoding."""
     left, right = node.args[:4], node.args[4:8]
     m, n = (_size(operand[0], 0) for operand in (left, right))
     k = min(_contraction(*operand) for operand in (left, right))

@@ -256,6 +256,19 @@ def test_the_factor_is_gemm_factors(interpreter: None, a_max: float, b_max: floa
     assert torch.equal(out.nan_to_num(1, 2, 3), expected.nan_to_num(1, 2, 3))
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.schedule}-{config.block_n}-{config.block_k}")
+@pytest.mark.parametrize("b_max", [0.0, 2.0**-100, 1.7, 3e38, torch.inf, torch.nan])
+def test_a_left_operand_without_a_tensor_scale(interpreter: None, b_max: float, config: gemm.Config) -> None:
+    """Its rows are multiplied afterwards: here by 1 / 2688 of 2688, so that the factor is seen alone."""
+    a, b = (quantized(torch.full((rows, 16), 2.0), "nvfp4") for rows in (3, 4))
+    right = (*b[:2], torch.tensor(b_max))
+    out = native((*a[:2], None), right, "nvfp4", torch.float32, config=config)
+    expected = (fp4.decode(*a[:2], "nvfp4", torch.float32) @ fp4.decode(*b[:2], "nvfp4", torch.float32).t()) * (
+        torch.tensor(b_max) / torch.tensor(2688.0)
+    )
+    assert torch.equal(out.nan_to_num(1, 2, 3), expected.nan_to_num(1, 2, 3))
+
+
 def test_nan_is_visible_in_its_row_of_mxfp4(interpreter: None) -> None:
     x = torch.ones(17, 64)
     x[5, 40] = torch.nan
@@ -275,8 +288,9 @@ def test_what_launch_refuses() -> None:
     a, b = random_operand(17, 64, "nvfp4"), random_operand(33, 64, "nvfp4")
     with pytest.raises(ConfigError, match="to_tiles"):
         gemm.launch(*a, *b, "nvfp4", torch.bfloat16)
-    with pytest.raises(ConfigError, match="amax"):
-        native((a[0], a[1], None), b, "nvfp4", torch.bfloat16)
+    for left, right in ((a, (b[0], b[1], None)), ((a[0], a[1], None), (b[0], b[1], None))):
+        with pytest.raises(ConfigError, match="amax"):
+            native(left, right, "nvfp4", torch.bfloat16)
 
 
 # --- on a device -----------------------------------------------------------------------------------------------------

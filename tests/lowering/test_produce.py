@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from fp4compile.passes.fuse import fuse
 
 aten = torch.ops.aten
 ROWS, WIDTH = 24, 64
-PRODUCE = fp4.produce_decoded.default
+PRODUCE = fp4.produce.default
 
 
 def everywhere(device: torch.device) -> bool:
@@ -119,6 +120,33 @@ def test_swiglu_of_two_products_with_scales_of_rows() -> None:
     assert len(names) == 3 and [value.kind for value in program.inputs] == ["row", "full", "full"]
     assert "exp" in operations(program) and "div" in operations(program)
     assert not graphs.calls(gm, aten.mul.Tensor)
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["codes", "tiles"])
+def test_codes_instead_of_values(tiled: bool) -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        y = x * 2
+        amaxes = fp4.row_amax(y)
+        return [*fp4.quantize(y, amaxes, None, "nvfp4", [1, 16], "nearest", 0, tiled), amaxes]
+
+    gm, [(_, program)] = joined(function, random(ROWS, WIDTH))
+    assert program.result == ("tiles" if tiled else "codes") and operations(program) == ["mul"]
+    assert not graphs.calls(gm, fp4.quantize.default)
+
+
+def test_what_follows_a_product_of_codes_stays_in_its_epilogue() -> None:
+    """The norm of a residual begins behind the residual; SwiGLU is its second product's."""
+
+    def product(x: Tensor) -> Tensor:
+        amax = fp4.amax(x)
+        left = fp4.quantize(x, amax, None, "nvfp4", [1, 16], "nearest", 0, True)
+        return fp4.scaled_mm(*left, amax, "nvfp4", *left, amax, "nvfp4", torch.float32, True)
+
+    x = random(WIDTH, WIDTH)
+    _, [(names, program)] = joined(lambda x, w: [*quantized(rms_norm(x + product(x), w))], x, random(WIDTH))
+    assert operations(program)[0] == "mul" and not program.outputs and len(names) == 2
+    _, [(names, program)] = joined(lambda x: [*quantized(F.silu(product(x)) * product(-x))], x)
+    assert not program.steps and len(names) == 1
 
 
 def test_what_nothing_computes_is_read_once() -> None:
@@ -276,15 +304,15 @@ def on_a_cpu() -> Iterator[None]:
 
 
 def assert_twins(inputs: list[Tensor], program: Program) -> None:
-    found = cuda.produce_decoded(inputs, program.to_json())
-    for one, other in zip(found, fp4.produce_decoded(inputs, program.to_json()), strict=True):
+    found = cuda.produce(inputs, program.to_json())
+    for one, other in zip(found, fp4.produce(inputs, program.to_json()), strict=True):
         assert one.dtype == other.dtype and one.is_contiguous()
         assert_same(one, other)
 
 
 def of_one(dtype: str, *steps: Step, width: int = WIDTH, outputs: tuple[Value, ...] = ()) -> Program:
     x = Value(steps[-1].name if steps else "i0", "full", dtype)
-    return Program(width, (Value("i0", "full", dtype),), steps, x, outputs)
+    return Program("values", width, (Value("i0", "full", dtype),), steps, x, outputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,6 +323,19 @@ def test_rows_as_they_are(shape: tuple[int, int], dtype: str, on_a_cpu: None) ->
     x[2::3] = 0
     x[3::4, 5], x[4::4, -1] = torch.nan, torch.inf
     assert_twins([x.to(DTYPES[dtype])], of_one(dtype, width=shape[1]))
+
+
+@pytest.mark.parametrize("result", ["codes", "tiles"])
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (130, 80), (129, 1040), (0, 32)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_rows(shape: tuple[int, int], result: Any, dtype: str, on_a_cpu: None) -> None:
+    """In tiles what no row fills is zero."""
+    x = random(*shape).to(DTYPES[dtype])
+    program = dataclasses.replace(of_one(dtype, Step("s0", "neg", ("i0",), "full"), width=shape[1]), result=result)
+    found = cuda.produce([x], program.to_json())
+    for one, other in zip(found, fp4.produce([x], program.to_json()), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape) and one.is_contiguous()
+        assert_same(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("op", sorted(set(ELEMENTWISE) - {"sigmoid"}))
@@ -310,7 +351,7 @@ def test_sigmoid_by_the_kernel(on_a_cpu: None) -> None:
     """Triton's is 1 / (1 + exp(-x)), which PyTorch's on a CPU differs from in the last bit."""
     program = of_one("float32", Step("s0", "sigmoid", ("i0",), "full"), outputs=(Value("s0", "full", "float32"),))
     x = random(5, WIDTH)
-    found = cuda.produce_decoded([x], program.to_json())[2]
+    found = cuda.produce([x], program.to_json())[2]
     torch.testing.assert_close(found, x.sigmoid(), rtol=2.0**-22, atol=0)
 
 
@@ -334,7 +375,7 @@ def test_a_norm_by_the_kernel(width: int, dtype: str, on_a_cpu: None) -> None:
     kinds: list[Kind] = ["full", "full", "column", "row", "scalar"]
     inputs = tuple(Value(f"i{i}", kind, dtype if i else "float32") for i, kind in enumerate(kinds))
     outputs = (Value("s0", "full", dtype), Value("s5", "row", "float32"), Value("s9", "full", "float32"))
-    program = Program(width, inputs, steps, Value("s10", "full", dtype), outputs)
+    program = Program("values", width, inputs, steps, Value("s10", "full", dtype), outputs)
     generator = torch.Generator().manual_seed(width)
     shapes = [(6, width), (6, width), (width,), (6, 1), ()]
     tensors = [torch.randint(-3, 4, shape, generator=generator) for shape in shapes]
@@ -379,7 +420,7 @@ def swiglu(width: int) -> Program:
     )
     inputs = (Value("i0", "row", "float32"), Value("i1", "full", "float32"), Value("i2", "full", "float32"))
     outputs = (Value("s0", "full", "bfloat16"), Value("s5", "full", "bfloat16"))
-    return Program(width, inputs, steps, Value("s6", "full", "bfloat16"), outputs)
+    return Program("values", width, inputs, steps, Value("s6", "full", "bfloat16"), outputs)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a"])
@@ -421,6 +462,6 @@ def test_inductor_writes_no_kernel_for_what_is_joined(monkeypatch: pytest.Monkey
     produce(gm.graph, everywhere)
     gm.recompile()
     program = fake_gpu.generated(gm, shapes)
-    assert program.count("torch.ops.fp4.produce_decoded.default(") == 1
+    assert program.count("torch.ops.fp4.produce.default(") == 1
     (rest,) = fake_gpu.kernels(program)
     assert "rsqrt" not in rest

@@ -89,6 +89,14 @@ def test_rows_with_a_scale_each(seed: Tensor | None, dtype: torch.dtype, on_a_cp
             assert_values(cuda.quantize_decoded(x, *arguments), fp4.quantize_decoded(x, *arguments))
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (33, 40), (130, 80)], ids=str)
+def test_scales_of_rows_in_tiles(shape: tuple[int, int], on_a_cpu: None) -> None:
+    x = values(*shape, torch.bfloat16).nan_to_num(1, 1, 1)
+    arguments = (*how(amaxes(x), SEED), True)
+    for found, expected in zip(cuda.quantize(x, *arguments), fp4.quantize(x, *arguments), strict=True):
+        assert_same(as_bytes(found), as_bytes(expected))
+
+
 def test_a_row_does_not_depend_on_others(on_a_cpu: None) -> None:
     """Not even on NaN. By the scalar kernel, row by row."""
     x = values(33, 40, torch.bfloat16)

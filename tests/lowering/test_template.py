@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import fp4compile.ops  # noqa: F401  registers torch.ops.fp4
 from fp4compile import compat
+from fp4compile.formats import nvfp4
 from fp4compile.formats.layout import to_tiles
 from fp4compile.lowering import aot, sass, template
 from fp4compile.lowering.kernels import gemm
@@ -88,6 +89,31 @@ def test_the_generated_kernel_computes_the_reference(shape: tuple[int, int, int]
         fake_gpu.load(source).function[(3,)](*tiled(left), *tiled(right), residual, bias, out)
     expected = fp4.scaled_mm(*left, "nvfp4", *right, "nvfp4", FLOAT) * residual + bias
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+
+
+def by_rows(a: Any, a_s: Any, b: Any, b_s: Any, b_m: Any, rows: Any, residual: Any) -> Any:
+    product = template.OPERATOR(a, a_s, None, b, b_s, b_m, "nvfp4", FLOAT)
+    return residual + (product * (rows.float() * nvfp4.ROW_FACTOR).unsqueeze(1)).to(BF16)
+
+
+def test_scales_of_rows_and_a_residual_are_in_the_products_kernel() -> None:
+    """Interpreted, it computes the reference; nothing of float32 is written."""
+    m, n, k = 150, 136, 320
+    a, a_s, _, b, b_s, b_m = operands(m, n, k)
+    template.register()
+    code = fake_gpu.generated(by_rows, [a, a_s, b, b_s, b_m, ((m,), BF16), ((m, n), BF16)])
+    (source,) = fake_gpu.kernels(code)
+    assert "tl.dot_scaled" in source
+    random = torch.Generator().manual_seed(m)
+    x, residual = torch.randn(m, k, generator=random), torch.randn(m, n, generator=random).to(BF16)
+    right, amaxes = quantized(torch.randn(n, k, generator=random)), x.abs().amax(-1).to(BF16)
+    left = fp4.quantize(x, amaxes.float(), None, "nvfp4", (1, 16), "nearest", 0)
+    out = torch.full((m, n), torch.nan, dtype=BF16)
+    packed, tiles, amax = tiled(right)
+    with interpreted():
+        fake_gpu.load(source).function[(3,)](left[0], to_tiles(left[1]), packed, tiles, amax, residual, amaxes, out)
+    expected = residual.float() + fp4.scaled_mm(*left, amaxes, "nvfp4", *right, "nvfp4", FLOAT)  # rounded once
+    torch.testing.assert_close(out, expected.to(BF16), rtol=2**-7, atol=1e-4)
 
 
 def test_rows_that_tma_cannot_take_stay_a_call_of_the_operator() -> None:

@@ -6,6 +6,7 @@ import torch
 import fp4compile.ops  # noqa: F401  registers torch.ops.fp4
 from fp4compile.errors import ConfigError, UnsupportedDtypeError
 from fp4compile.formats import noise, rotation
+from fp4compile.formats.layout import to_tiles
 
 fp4 = torch.ops.fp4
 SEED = torch.tensor(9)
@@ -282,12 +283,17 @@ def test_decoded_mm_refuses(arguments, error, message):
             fp4.decoded_mm(*given)
 
 
-def test_scales_of_rows_are_not_tiled():
-    with pytest.raises(ConfigError, match=r"a scale a row, with tiled; .*tiled=False"):
-        fp4.quantize(X, ROWS, None, *HOW, True)
-    tiles = fp4.quantize(X, AMAX, None, *HOW, True)
-    with pytest.raises(ConfigError, match=r"a_amax is a scale a row.*tiled=False"):
-        fp4.scaled_mm(*tiles, ROWS, "nvfp4", *tiles, AMAX, "nvfp4", torch.float32, True)
+def test_scales_of_rows_with_and_without_tiles():
+    codes, scales = fp4.quantize(X, ROWS, None, *HOW)
+    tiles = fp4.quantize(X, ROWS, None, *HOW, True)
+    assert torch.equal(tiles[0], codes) and torch.equal(tiles[1].view(torch.uint8), to_tiles(scales).view(torch.uint8))
+    right = fp4.quantize(X, AMAX, None, *HOW), fp4.quantize(X, AMAX, None, *HOW, True)
+    plain = fp4.scaled_mm(codes, scales, ROWS, "nvfp4", *right[0], AMAX, "nvfp4", torch.float32)
+    tiled = fp4.scaled_mm(*tiles, ROWS, "nvfp4", *right[1], AMAX, "nvfp4", torch.float32, True)
+    assert torch.equal(plain, tiled)
+
+
+def test_a_rotated_operand_has_no_scales_of_rows():
     with pytest.raises(ConfigError, match=r"amax has shape \[16\]"):
         fp4.rotate_quantize(X, ROWS, None, "nvfp4", "nearest", 0, 16, 0)
 

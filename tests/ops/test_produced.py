@@ -27,7 +27,7 @@ def norm_program(dtype="bfloat16", columns=COLUMNS):
     )
     inputs = (Value("i0", "full", dtype), Value("i1", "full", "float32"), Value("i2", "column", dtype))
     outputs = (Value("s0", "full", dtype), Value("s5", "row", "float32"), Value("s7", "full", dtype))
-    return Program(columns, inputs, steps, Value("s7", "full", dtype), outputs)
+    return Program("values", columns, inputs, steps, Value("s7", "full", dtype), outputs)
 
 
 def norm_inputs(dtype="bfloat16", rows=7, columns=COLUMNS):
@@ -41,7 +41,7 @@ def test_a_norm(dtype):
     """Computed in float32; written, and its rows' amaxes found, in x's dtype."""
     x, y, weight = norm_inputs(dtype)
     program = norm_program(dtype)
-    values, amaxes, total, roots, written = fp4.produce_decoded([x, y, weight], program.to_json())
+    values, amaxes, total, roots, written = fp4.produce([x, y, weight], program.to_json())
     exact = x.float() + y
     assert torch.equal(total, exact.to(DTYPES[dtype]))
     assert roots.shape == (7,) and roots.dtype == torch.float32
@@ -55,15 +55,15 @@ def test_a_norm(dtype):
 def test_a_matrix_of_any_number_of_dimensions_has_rows():
     x, y, weight = norm_inputs(rows=6)
     program = norm_program().to_json()
-    flat = fp4.produce_decoded([x, y, weight], program)
-    shaped = fp4.produce_decoded([x.view(2, 3, COLUMNS), y.view(6, 1, COLUMNS), weight.view(1, 1, COLUMNS)], program)
+    flat = fp4.produce([x, y, weight], program)
+    shaped = fp4.produce([x.view(2, 3, COLUMNS), y.view(6, 1, COLUMNS), weight.view(1, 1, COLUMNS)], program)
     assert all(map(torch.equal, flat, shaped))
 
 
 def test_the_operator_keeps_to_what_it_says_of_itself():
     program = norm_program()
     assert Program.from_json(program.to_json()) == program
-    torch.library.opcheck(fp4.produce_decoded.default, (norm_inputs(), program.to_json()))
+    torch.library.opcheck(fp4.produce.default, (norm_inputs(), program.to_json()))
 
 
 def changed(**values):
@@ -76,7 +76,7 @@ WRONG = {
     "step": (changed(steps=(Step("s0", "log", ("i0",), "full"),)), "no step 'log'"),
     "order": (changed(steps=norm_program().steps[::-1]), "before it is computed"),
     "no rows": (
-        Program(COLUMNS, (Value("i0", "column", "bfloat16"),) * 3, (), Value("i0", "full", "bfloat16"), ()),
+        Program("values", COLUMNS, (Value("i0", "column", "bfloat16"),) * 3, (), Value("i0", "full", "bfloat16"), ()),
         "no input of the program has rows",
     ),
 }
@@ -86,14 +86,14 @@ WRONG = {
 def test_a_wrong_program_is_an_error(what):
     program, message = WRONG[what]
     with pytest.raises(ConfigError, match=message):
-        fp4.produce_decoded(norm_inputs(), program.to_json())
+        fp4.produce(norm_inputs(), program.to_json())
 
 
 def test_inputs_that_are_not_the_programs_are_an_error():
     x, y, weight = norm_inputs()
     for inputs in ([x.float(), y, weight], [x, y[:3], weight], [x, y, weight[:16]]):
         with pytest.raises(ConfigError, match="the program takes"):
-            fp4.produce_decoded(inputs, norm_program().to_json())
+            fp4.produce(inputs, norm_program().to_json())
 
 
 def test_every_step_has_an_expression():

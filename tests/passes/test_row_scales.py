@@ -23,7 +23,6 @@ from fp4compile.lowering.emulate import emulate
 from fp4compile.lowering.fold import fold_rows
 from fp4compile.lowering.targets import target_for
 from fp4compile.passes.fuse import fuse
-from fp4compile.passes.settle import settle
 from fp4compile.passes.tile import tile
 
 aten = torch.ops.aten
@@ -262,37 +261,26 @@ def test_a_product_with_scales_of_rows_is_multiplied_behind_it() -> None:
     assert factors.args[0].args[0].target is aten.amax.default
 
 
-def test_tensor_cores_are_not_given_scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dgrad and wgrad are; the forward is lowered to a product of decoded operands and a multiplication."""
+def test_tensor_cores_are_given_scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are multiplied behind the product, in its epilogue."""
     monkeypatch.setattr(passes, "fuse", functools.partial(fuse, eligible=everywhere))
     plain = joint("linear")
     monkeypatch.setattr(passes, "tile", functools.partial(tile, eligible=everywhere))
     report = explained("linear")
     tiled = report.graphs["joint_after"]
-    is_tiled = [len(node.args) == 10 and node.args[9] is True for node in graphs.calls(tiled, fp4.scaled_mm.default)]
-    by_row = [node.args[2].meta["val"].dim() == 1 for node in graphs.calls(tiled, fp4.scaled_mm.default)]
-    assert sorted(is_tiled) == [False, True, True] and by_row == [not one for one in is_tiled]
+    assert all(node.args[9:] == (True,) for node in graphs.calls(tiled, fp4.scaled_mm.default))
     inputs = graphs.example_inputs(plain, below=N)
     assert graphs.same_bits(graphs.run(plain, inputs, seed=3), graphs.run(tiled, inputs, seed=3))
     monkeypatch.setattr(lowering, "target_of", lambda device: target_for("cuda", (10, 0)))
-    names: list[str] = []
+    nodes: list[fx.Node] = []
     for part in ("forward", "backward"):
         lower(report.graphs[part].graph)
-        names += [str(node.target) for node in report.graphs[part].graph.nodes if str(node.target).startswith("fp4")]
-    assert names.count("fp4_native.gemm.default") == 2 and names.count("fp4_cuda.decoded_mm.default") == 1
-
-
-def test_the_report_says_where_tensor_cores_are_left_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reasons(recipe: Recipe) -> list[str]:
-        (site,) = explained("linear", recipe).sites
-        return [site.forward.reason, site.dgrad.reason, site.wgrad.reason]
-
-    usual = reasons(TENSOR)
-    assert reasons(ROW) == usual, "no tensor core of a CPU multiplies FP4"
-    monkeypatch.setattr(passes, "settle", functools.partial(settle, native=everywhere))
-    assert reasons(TENSOR) == usual
-    assert reasons(ROW) == [usual[0] + "; multiplied in bf16: FP4 tensor cores take no scale a row", *usual[1:]]
-    assert reasons(Recipe.nvidia(activation_scale="row", forward=("nvfp4", "bf16"))) == usual
+        nodes += [node for node in report.graphs[part].graph.nodes if str(node.target).startswith("fp4")]
+    names = [str(node.target) for node in nodes]
+    assert names.count("fp4_native.gemm.default") == 3 and names.count("fp4_cuda.produce.default") == 1
+    (product,) = (node for node in nodes if "gemm" in str(node.target) and node.args[2] is None)
+    (multiplied,) = product.users
+    assert multiplied.target is aten.mul.Tensor and product.args[7] == torch.float32
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def output_types(decoded: bool, prefix: str = "") -> dict[str, str]:
 
 
 def suffix(tiled: bool, decoded: bool, by_row: torch.dtype | None = None) -> str:
-    """What tells the names of a quantization kernel's variants apart; no kernel is tiled and something else."""
-    assert not (tiled and (decoded or by_row))
+    """What tells the names of a quantization kernel's variants apart; values have no scales to be tiled."""
+    assert not (tiled and decoded)
     scale = f"_by_{DTYPES[by_row]}_row" if by_row else ""
     return scale + ("_decoded" if decoded else "_tiled" if tiled else "")
 

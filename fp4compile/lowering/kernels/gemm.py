@@ -6,7 +6,7 @@
 |---|---|
 | a, b | packed uint8 [M, K / 2] and [N, K / 2], rows of a multiple of 16 bytes |
 | a_scales, b_scales | 128x4 tiles [ceil(rows / 128), ceil(nb / 4), 32, 4, 4] of formats/layout.py, padding zero |
-| a_amax, b_amax | 0-d float32, nvfp4 only; factor is formats/nvfp4.py's gemm_factor, on the float32 accumulator |
+| a_amax, b_amax | 0-d float32, nvfp4 only, or no a_amax; factor, on the accumulator: formats/nvfp4.py's gemm_factor |
 | bias | [N] or none; added in float32 |
 | d | [M, N] bfloat16, float16 or float32, contiguous |
 
@@ -152,22 +152,29 @@ def compile_options(capability: tuple[int, int]) -> dict[str, str]:
 
 @functools.cache
 def kernel(
-    format: str, out_dtype: torch.dtype, config: Config, bias: torch.dtype | None = None, boxed: bool = True
+    format: str,
+    out_dtype: torch.dtype,
+    config: Config,
+    bias: torch.dtype | None = None,
+    boxed: bool = True,
+    left_scale: bool = True,
 ) -> Kernel:
     """The kernel of one format, output and configuration.
 
-    bias: its dtype, None for no bias. boxed: rows of D are multiples of 16 bytes, and D is stored by TMA.
+    bias: its dtype, None for no bias. boxed: rows of D are multiples of 16 bytes, and D is stored by TMA. left_scale:
+    whether a has a tensor scale, where operands have.
     """
     out_name, out_type = OUT_TYPES[out_dtype]
     block = BLOCKS[format]
-    variant = ["bias"] * (bias is not None) + ["masked"] * (not boxed)
+    tensor_scales = tensor_scales_of(format, left_scale)
+    variant = ["bias"] * (bias is not None) + ["masked"] * (not boxed) + ["right"] * (tensor_scales == 1)
     name = "_".join([FAMILY, format, out_name, *variant, config.name])
     source = render(
         "gemm.py.jinja",
         title=f"{format} product of packed operands to {out_name}, schedule '{config.schedule}'.",
         name=name,
         block=block,
-        tensor_scales=format == "nvfp4",
+        tensor_scales=tensor_scales,
         bias=bias is not None,
         boxed=boxed,
         out_type=out_type,
@@ -176,6 +183,7 @@ def kernel(
         large_amax=2.0**63,
         shrink=2.0**-32,
         divisor=float(nvfp4.TENSOR_MAX**2),
+        largest=float(nvfp4.TENSOR_MAX),
     )
     constants = {
         "BLOCK_M": config.block_m,
@@ -184,7 +192,7 @@ def kernel(
         "GROUP": config.group,
         "STAGES": config.num_stages,
     }
-    signature = _signature(format, out_name, config, bias, boxed) | dict.fromkeys(constants, "constexpr")
+    signature = _signature(format, out_name, config, bias, boxed, tensor_scales) | dict.fromkeys(constants, "constexpr")
     return Kernel(
         family=FAMILY,
         name=name,
@@ -206,13 +214,19 @@ def _inner_loop(schedule: Schedule) -> str:
     return "num_stages=STAGES, warp_specialize=True" if schedule == "specialized" else "num_stages=STAGES"
 
 
-def _signature(format: str, out_name: str, config: Config, bias: torch.dtype | None, boxed: bool) -> dict[str, str]:
+def tensor_scales_of(format: str, left_scale: bool) -> int:
+    """How many amaxes a product takes; one is the right operand's."""
+    return 0 if format != "nvfp4" else 1 + left_scale
+
+
+def _signature(
+    format: str, out_name: str, config: Config, bias: torch.dtype | None, boxed: bool, tensor_scales: int
+) -> dict[str, str]:
     signature = {}
     for operand, rows in (("a", config.block_m), ("b", config.block_n)):
         signature[operand] = _descriptor_type("u8", _codes_box(rows, config))
         signature[f"{operand}_scales"] = _descriptor_type(SCALE_TYPES[format], _scales_box(rows, config, format))
-    if format == "nvfp4":
-        signature |= {"a_amax": "*fp32", "b_amax": "*fp32"}
+    signature |= dict.fromkeys(("a_amax", "b_amax")[2 - tensor_scales :], "*fp32")
     if bias is not None:
         signature["bias"] = f"*{OUT_TYPES[bias][0]}"
     signature["d"] = _descriptor_type(out_name, [config.block_m, config.block_n]) if boxed else f"*{out_name}"
@@ -244,6 +258,8 @@ def kernels(isa: Isa, arch: str) -> list[Kernel]:
     for format, out_dtype in itertools.product(formats, OUT_TYPES):
         for config in candidates(1 << 13, 1 << 13, 1 << 13, out_dtype, capability):
             found.append(kernel(format, out_dtype, config))
+            if format == "nvfp4" and out_dtype == torch.float32:
+                found.append(kernel(format, out_dtype, config, left_scale=False))
             if out_dtype == torch.bfloat16:
                 found.append(kernel(format, out_dtype, config, bias=out_dtype))
             if out_dtype == torch.bfloat16 and _fits(config, out_dtype, boxed=False):
@@ -272,11 +288,14 @@ def launch(
     """D [M, N] of the packed operands [M, K / 2] and [N, K / 2]; the module's table describes the arguments.
 
     Where the packed K of the operands differs, the tail of the longer is padding and is not read. Rows of packed bytes
-    that are no multiple of 16 bytes apart are copied first. config: None to have one chosen.
+    that are no multiple of 16 bytes apart are copied first. a_amax: None where a has no tensor scale, but one a row
+    by which D is still to be multiplied. config: None to have one chosen.
     """
     m, n, k = a.shape[0], b.shape[0], 2 * min(a.shape[1], b.shape[1])
-    _check(a, a_scales, a_amax, format, m)
-    _check(b, b_scales, b_amax, format, n)
+    _check(a, a_scales, format, m)
+    _check(b, b_scales, format, n)
+    if (b_amax is None) == (format == "nvfp4") or (a_amax is not None and b_amax is None):
+        raise ConfigError(f"gemm: an nvfp4 operand has an amax, and no other; this one is {format}")
     out = a.new_empty((m, n), dtype=out_dtype)
     if out.numel() == 0:
         return out
@@ -285,7 +304,7 @@ def launch(
     capability, processors = _device(a.device)
     config = config or choose(m, n, k, out_dtype, capability, processors)
     boxed = _boxed(n, out_dtype)
-    made = kernel(format, out_dtype, config, None if bias is None else bias.dtype, boxed)
+    made = kernel(format, out_dtype, config, None if bias is None else bias.dtype, boxed, a_amax is not None)
     arguments = {
         "a": _codes(a, config.block_m, config),
         "a_scales": _scales(a_scales, config.block_m, config, format),
@@ -312,7 +331,7 @@ def launch(
     return out
 
 
-def _check(codes: Tensor, scales: Tensor, amax: Tensor | None, format: str, rows: int) -> None:
+def _check(codes: Tensor, scales: Tensor, format: str, rows: int) -> None:
     blocks = codes.shape[1] * 2 // BLOCKS[format]
     expected = (_ceil_div(rows, layout.TILE_ROWS), _ceil_div(blocks, layout.TILE_COLS), 32, 4, layout.TILE_COLS)
     if tuple(scales.shape) != expected or not scales.is_contiguous():
@@ -320,8 +339,6 @@ def _check(codes: Tensor, scales: Tensor, amax: Tensor | None, format: str, rows
             f"gemm: scales of a {format} operand of packed shape {tuple(codes.shape)} are contiguous tiles of shape "
             f"{expected} (formats.layout.to_tiles); these have shape {tuple(scales.shape)}"
         )
-    if (amax is None) == (format == "nvfp4"):
-        raise ConfigError(f"gemm: an nvfp4 operand has an amax, and no other; this one is {format}")
 
 
 def _device(device: torch.device) -> tuple[tuple[int, int], int]:

@@ -45,6 +45,7 @@ _POINTERS = {"bfloat16": {"vector": "*i32", "number": "*i16"}, "float32": {"vect
 
 
 EXAMPLE = Program(
+    result="values",
     columns=4096,
     inputs=(Value("i0", "full", "bfloat16"), Value("i1", "full", "bfloat16"), Value("i2", "column", "bfloat16")),
     steps=(
@@ -90,7 +91,8 @@ def _signature(program: Program) -> dict[str, str]:
         signature[f"{value.name}_ptr"] = _POINTERS[value.dtype]["vector" if vector else "number"]
         if value.kind == "full":
             signature[f"{value.name}_stride"] = "i32"
-    signature |= {"values_ptr": "*i32", "amax_ptr": _POINTERS[program.x.dtype]["number"]}
+    signature |= common.output_types(program.result == "values")
+    signature["amax_ptr"] = _POINTERS[program.x.dtype]["number"]
     for index, value in enumerate(program.outputs):
         signature[f"out{index}_ptr"] = _POINTERS[value.dtype]["vector" if value.kind == "full" else "number"]
     return {**signature, "one": "i32", "N": "constexpr"}
@@ -103,7 +105,7 @@ def _aligned(program: Program) -> Iterator[str]:
             yield f"{value.name}_ptr"
         if value.kind == "full":
             yield f"{value.name}_stride"
-    yield "values_ptr"
+    yield from common.output_types(program.result == "values")
     yield from (f"out{index}_ptr" for index, value in enumerate(program.outputs) if value.kind == "full")
 
 
@@ -142,18 +144,23 @@ def _added(terms: Sequence[str]) -> str:
 
 
 def produce(inputs: Sequence[Tensor], program: Program) -> list[Tensor]:
-    """As ``fp4::produce_decoded``."""
+    """As ``fp4::produce``."""
     like, rows, columns = inputs[0], rows_of(program, inputs), program.columns
-    values = like.new_empty((rows, columns), dtype=torch.bfloat16)
+    if program.result == "values":
+        quantized: tuple[Tensor, ...] = (like.new_empty((rows, columns), dtype=torch.bfloat16),)
+    else:
+        quantized = common.empty_quantized(like, rows, columns // SIZE, "nvfp4", program.result == "tiles")
     amaxes = like.new_empty((rows,), dtype=DTYPES[program.x.dtype])
     shapes = {"full": (rows, columns), "row": (rows,)}
     outputs = [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in program.outputs]
-    results = [values, amaxes, *outputs]
     if rows:
         with common.on_device_of(like):
             one = kernel(common.isa_of(like.device), program)
-            one.run(rows, *_arguments(inputs, program), *results, 1)
-    return results
+            one.run(rows, *_arguments(inputs, program), *quantized, amaxes, *outputs, 1)
+    if program.result != "values":
+        codes, scales = quantized
+        quantized = common.with_scale_dtype(codes, scales, "nvfp4")
+    return [*quantized, amaxes, *outputs]
 
 
 def _arguments(inputs: Sequence[Tensor], program: Program) -> Iterator[Any]:
