@@ -41,6 +41,7 @@ def nvfp4(
         RewriteError, UnsupportedDtypeError: the graph cannot be rewritten and ``strict`` is True.
     """
     parsed = parse_options(options, mode)
+    _warn_if_last(compat.variant(), compat.recompile_limit())
     plans: list[GraphPlan] = []
     compiled = compile_graph(gm, example_inputs, parsed, on_plan=plans.append)
     _warn_if_nothing(plans[0], parsed)
@@ -77,6 +78,19 @@ def _joint(graph: fx.Graph, plan: GraphPlan, look: Callable[[str, fx.Graph], Non
     run_joint_passes(graph, plan)
     if look is not None:
         look("joint_after", graph)
+
+
+def _warn_if_last(variant: int, limit: int) -> None:
+    """What torch does not compile any more runs without FP4, of which torch only logs a line."""
+    if variant >= limit:
+        warnings.warn(
+            f"backend 'nvfp4' compiles variant {variant} of one function, and torch's limit is {limit}: calls that "
+            "need another one run eagerly and without FP4. TORCH_LOGS=recompiles says in what they differ; where it is "
+            "an integer attribute of a module, torch._dynamo.config.allow_unspec_int_on_nn_module = True makes one "
+            "variant of all; where so many are meant, raise torch._dynamo.config.recompile_limit.",
+            Fp4Warning,
+            stacklevel=2,
+        )
 
 
 def _warn_if_nothing(plan: GraphPlan, options: Options) -> None:

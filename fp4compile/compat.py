@@ -19,7 +19,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import detect_fake_mode
+from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
@@ -133,6 +133,12 @@ CAPTURE_PATCHES = {"force_disable_caches": True}
 def recompile_limit() -> int:
     """How many variants of one code object Dynamo compiles before it falls back to eager."""
     return int(dynamo_config.recompile_limit)
+
+
+def variant() -> int:
+    """How many variants of the code object in compilation there are, with this one; 0 where nothing is compiled."""
+    current = CompileContext.current_compile_id()
+    return 0 if current is None or current.frame_compile_id is None else int(current.frame_compile_id) + 1
 
 
 @contextlib.contextmanager
@@ -396,7 +402,17 @@ def self_test() -> list[str]:
     if not SUPPORTED[0] <= version() < SUPPORTED[1]:
         problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
     seen: dict[str, bool] = dict.fromkeys(
-        ("below autograd", "root scope", "source names", "marks", "descriptors", "gradients", "inner compile"), False
+        (
+            "below autograd",
+            "variant",
+            "root scope",
+            "source names",
+            "marks",
+            "descriptors",
+            "gradients",
+            "inner compile",
+        ),
+        False,
     )
 
     try:
@@ -419,6 +435,7 @@ def self_test() -> list[str]:
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         seen["root scope"] = any(value is model for value in root_scope()[0].values())
+        seen["variant"] = variant() > 0
         names = [split_source(source_name(node) or "")[1] for node in gm.graph.nodes if node.op == "placeholder"]
         seen["source names"] = "weight" in names
         for node in gm.graph.nodes:

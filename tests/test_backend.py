@@ -338,6 +338,29 @@ def test_a_graph_in_which_nothing_is_rewritten_warns_with_the_reason(options: di
         compiled(linear(), **options)(tokens())
 
 
+class Numbered(nn.Module):
+    """A block that knows its place, which Dynamo compiles it for."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (self.number + 1)
+
+
+def test_the_last_variant_that_torch_compiles_warns() -> None:
+    """The third block runs without FP4, of which torch only logs a line."""
+    with interpreted(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            block = Numbered(number)
+            block.compile(backend="nvfp4", options={"policy": Policy()})
+            block(tokens())
+    found = [str(one.message) for one in caught if one.category is Fp4Warning]
+    assert len(found) == 1 and "variant 2 of one function" in found[0] and "allow_unspec_int_on_nn_module" in found[0]
+
+
 def test_experts_in_one_bmm_warn_with_the_reason() -> None:
     model = Weights(lambda m, x: torch.bmm(x, m.w0), (2, K, N))
     with interpreted(), pytest.warns(Fp4Warning, match="rewrote nothing.*experts"):
