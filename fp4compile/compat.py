@@ -265,9 +265,14 @@ def is_recomputed(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_forward"
 
 
+def schema_of(operator: Any) -> Any:
+    """The ``torch.FunctionSchema`` of an operator; None of what has none, such as a higher-order operator."""
+    return getattr(operator, "_schema", None)
+
+
 def result_name(operator: Any, index: int) -> str:
     """What an operator's schema calls its result ``index``; the index where it has no name."""
-    schema = getattr(operator, "_schema", None)  # higher-order operators have none
+    schema = schema_of(operator)
     return (schema.returns[index].name if schema else "") or str(index)
 
 

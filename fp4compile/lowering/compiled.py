@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat import below_autograd
+from ..compat import below_autograd, schema_of
 from ..ops import REFERENCE
 from ..ops.library import SCALE_DTYPES
 
@@ -29,7 +29,7 @@ COMPILED: dict[Any, Any] = {}
 
 
 def _define(operator: Any) -> None:
-    schema = operator._schema
+    schema = schema_of(operator)
     name = schema.name.partition("::")[2]
 
     varying = [index for index, argument in enumerate(schema.arguments) if argument.name == "site"]

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from ..compat import schema_of
 from ..formats import nvfp4
 from ..ops import REFERENCE
 from ..ops.library import BLOCKS, CHECKS
@@ -214,7 +215,7 @@ def _tuned(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _define(library: Any, twins: dict[Any, Any], operator: Any, implementation: Callable[..., Any]) -> None:
-    schema = str(operator._schema).partition("::")[2]
+    schema = str(schema_of(operator)).partition("::")[2]
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, implementation, "CUDA")
@@ -224,7 +225,7 @@ def _define(library: Any, twins: dict[Any, Any], operator: Any, implementation: 
 
 
 for _operator in REFERENCE:
-    _implementation = globals().get(_operator._schema.name.partition("::")[2])
+    _implementation = globals().get(schema_of(_operator).name.partition("::")[2])
     if _implementation is not None:
         _define(library, CUDA, _operator, _checked(_operator, _implementation))
         _define(tuned_library, TUNED, _operator, _checked(_operator, _tuned(_implementation)))

@@ -25,14 +25,15 @@ from torch import fx
 
 from .. import compat
 from ..graph import aten, emit, emit_items, prims
-from ..ops.produced import DTYPES, SUM, Argument, Kind, Program, Result, Step, Value
+from ..ops.produced import DTYPES, SUM, WIDEST, Argument, Kind, Program, Result, Step, Value, spread
 from .fold import is_tiled
-from .kernels.produced import SIZE, WIDEST
+from .kernels.produced import SIZE
 
 fp4 = torch.ops.fp4
 
 TILED_CODES = 7
 """Where ``tiled`` stands among the arguments of ``quantize``."""
+MOST = torch.finfo(torch.float32).max
 MOST_INPUTS = 6
 """Matrices that a program reads: a thread holds 16 elements of each."""
 
@@ -79,8 +80,10 @@ def produce(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
 def _is_by_row(quantizer: fx.Node) -> bool:
     """Whether it is what ``fp4::produce`` does last."""
     x, amax, seed, format, block = quantizer.args[:5]
-    assert isinstance(x, fx.Node) and isinstance(amax, fx.Node)
-    if (amax.target, amax.args, seed, format, list(block)) != (fp4.row_amax.default, (x,), None, "nvfp4", [1, SIZE]):  # type: ignore[arg-type]
+    assert isinstance(x, fx.Node)
+    if not isinstance(amax, fx.Node) or (amax.target, amax.args) != (fp4.row_amax.default, (x,)):
+        return False
+    if (seed, format, list(block)) != (None, "nvfp4", [1, SIZE]):  # type: ignore[arg-type]
         return False
     value = x.meta["val"]
     rows, columns = value.shape
@@ -110,7 +113,8 @@ class _Region:
         self.rows, self.columns = self.x.meta["val"].shape
         members = self._grown()
         inputs = _inputs_of(members)
-        if not members or sum(self.kind(node) == "full" for node in inputs) > MOST_INPUTS:
+        too_many = sum(self.kind(node) == "full" for node in inputs) > MOST_INPUTS
+        if not members or too_many or _has_effects(members[0], quantizer):
             members, inputs = [], [self.x]
         self.members, self.inputs = members, inputs
 
@@ -118,14 +122,11 @@ class _Region:
         """From x upwards. A node that something else reads on which x depends, too, would be needed before it is
         computed: it stays outside."""
         ancestors, members = _ancestors(self.x), set[fx.Node]()
+        inner = {*self.whole, self.amax, self.quantizer}
         for node in sorted(ancestors, reverse=True):
-            inner = [user for user in node.users if user in members]
-            apart = [user for user in node.users if user in ancestors and user not in members]
-            if (
-                (inner or node is self.x)
-                and not apart
-                and self._is_computable(node, outside=len(inner) < len(node.users))
-            ):
+            apart = any(user in ancestors and user not in members for user in node.users)
+            joins = node is self.x or any(user in members for user in node.users)
+            if joins and not apart and self._is_computable(node, _is_read_outside(node, inner | members)):
                 members.add(node)
         return sorted(members)
 
@@ -134,9 +135,13 @@ class _Region:
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
+        if value.device != self.x.meta["val"].device:  # Inductor takes numbers of a CPU
+            return None
         shape, count = tuple(value.shape), math.prod(value.shape)
         if shape and shape[-1] == self.columns and count in (self.rows * self.columns, self.columns):
             return "full" if count == self.rows * self.columns else "column"
+        if count == 1 and len(shape) < 2:
+            return "scalar"
         if count == self.rows and (len(shape) == 1 or shape[-1] == 1):
             return "flat" if len(shape) == 1 else "row"
         return "scalar" if count == 1 else None
@@ -154,7 +159,7 @@ class _Region:
             or not known
         ):
             return False
-        if outside and kind != "full" and (kind not in ("row", "flat") or node.meta["val"].dtype != torch.float32):
+        if outside and not self._is_writable(node, kind):
             return False
         if any(map(_is_template, sources)):
             return False
@@ -168,12 +173,20 @@ class _Region:
             return kinds == [kind]
         return node.target in ELEMENTWISE and _is_plain(node) and kind == _spread(kinds)
 
+    def _is_writable(self, node: fx.Node, kind: Shape) -> bool:
+        """As an output, whose rows are contiguous. A free node is made again of its source's output."""
+        value = node.meta["val"]
+        if kind in ("row", "flat"):
+            return _is_free(node) or value.dtype == torch.float32
+        return kind == "full" and bool(value.is_contiguous())
+
     def program(self) -> tuple[Program, list[fx.Node]]:
         """The steps of the members, and the nodes that are outputs behind the amaxes."""
         writer = _Writer(self)
         for node in self.members:
             writer.add(node)
-        read = [node for node in self.members if not _is_free(node) and self._is_read_outside(node)]
+        inside = {*self.members, *self.whole, self.amax, self.quantizer}
+        read = [node for node in self.members if not _is_free(node) and _is_read_outside(node, inside)]
         outputs = tuple(writer.value(node) for node in read)
         return Program(
             _result(self.quantizer),
@@ -184,13 +197,24 @@ class _Region:
             outputs,
         ), read
 
-    def _is_read_outside(self, node: fx.Node) -> bool:
-        """Also if only through members that show the same numbers, which are then left where they are."""
-        inside = {*self.members, *self.whole, self.amax, self.quantizer}
-        return any(
-            self._is_read_outside(user) if user in inside and _is_free(user) else user not in inside
-            for user in node.users
-        )
+
+def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Also if only through nodes that show the same numbers, which are then left where they are."""
+    return any(
+        _is_read_outside(user, inside) if user in inside and _is_free(user) else user not in inside
+        for user in node.users
+    )
+
+
+def _has_effects(first: fx.Node, last: fx.Node) -> bool:
+    """Whether a node between the two writes to a tensor or takes random numbers: then the order of nodes counts."""
+    node = first
+    while node is not last:
+        schema, tags = compat.schema_of(node.target), getattr(node.target, "tags", ())
+        if (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags:
+            return True
+        node = node.next
+    return False
 
 
 def _is_template(node: fx.Node) -> bool:
@@ -226,23 +250,22 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 def _sums_rows(node: fx.Node) -> bool:
     dims, keeps = node.args[1], len(node.args) > 2 and bool(node.args[2])
     last = node.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
-    return keeps and len(node.args) == 3 and not node.kwargs and list(dims) in ([-1], [last])  # type: ignore[arg-type]
+    named = isinstance(dims, (list, tuple)) and list(dims) in ([-1], [last])
+    return named and keeps and len(node.args) == 3 and not node.kwargs
 
 
 def _is_plain(node: fx.Node) -> bool:
     """Of tensors and numbers that can be written down, with no option."""
     numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-    return not node.kwargs and all(isinstance(arg, (int, float)) and math.isfinite(arg) for arg in numbers)
+    known = all(isinstance(arg, (int, float)) and abs(arg) <= MOST for arg in numbers)
+    return known and len(node.args) <= 2 and not node.kwargs
 
 
 def _spread(kinds: list[Shape | None]) -> Shape | None:
     """What an elementwise operation of such operands gives."""
-    found = set(kinds) - {"scalar"}
-    if "flat" in found:
-        return "flat" if found == {"flat"} else None
-    if "full" in found or found == {"row", "column"}:
-        return "full"
-    return found.pop() if found else "scalar"
+    if "flat" in kinds:
+        return "flat" if set(kinds) <= {"flat", "scalar"} else None
+    return spread(kinds)  # type: ignore[arg-type]
 
 
 class _Writer:
@@ -270,7 +293,7 @@ class _Writer:
             return
         args = [self._names[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
         if node.target is POW:
-            self._names[node] = self._power(node, *args)  # type: ignore[arg-type]
+            self._names[node] = self._power(node, args[0], int(args[1]))  # type: ignore[arg-type]
         elif node.target in REDUCTIONS:
             name = self._step(SUM, [args[0]], "row")  # type: ignore[list-item]
             is_mean = node.target is aten.mean.dim

@@ -22,8 +22,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }
 SUM = "sum"
 """The step that adds up the elements of a row: "full" -> "row"."""
+OPERANDS = {SUM: 1, **{op: 2 if op in ("add", "sub", "mul", "div") else 1 for op in ELEMENTWISE}}
+WIDEST = 16384
+"""Columns of the widest row that a kernel holds."""
+NAME = re.compile(r"[is]\d+")
+"""Of inputs and steps: no name of anything else in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +101,16 @@ class Program:
     @staticmethod
     @functools.cache
     def from_json(text: str) -> Program:
-        fields = json.loads(text)
+        """Raises ConfigError if the text is none, or one that computes nothing sensible."""
+        try:
+            program = Program._parsed(json.loads(text))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"fp4::produce: not a program ({error})") from None
+        _check_program(program)
+        return program
+
+    @staticmethod
+    def _parsed(fields: Any) -> Program:
         steps = tuple(Step(**{**step, "args": tuple(step["args"])}) for step in fields["steps"])
         inputs, outputs = (tuple(Value(**value) for value in fields[name]) for name in ("inputs", "outputs"))
         return Program(fields["result"], fields["columns"], inputs, steps, Value(**fields["x"]), outputs)
@@ -171,26 +186,59 @@ def _check(inputs: Sequence[Tensor], program: str) -> None:
                 f"fp4::produce: input {value.name} is {list(tensor.shape)}, {tensor.dtype}; the program takes "
                 f"{elements[value.kind]} elements, {DTYPES[value.dtype]}"
             )
-    _check_names(parsed)
 
 
-@functools.cache
-def _check_names(program: Program) -> None:
-    """Every value is made before it is read; C is of whole blocks."""
-    if program.columns % 16:
-        raise ConfigError(f"fp4::produce: {program.columns} columns; a multiple of 16 is needed")
-    known = {value.name for value in program.inputs}
+def spread(kinds: Iterable[Kind]) -> Kind:
+    """What an elementwise step of such operands gives."""
+    found = set(kinds)
+    if "full" in found or {"row", "column"} <= found:
+        return "full"
+    return "row" if "row" in found else "column" if "column" in found else "scalar"
 
-    def need(names: Iterable[Argument]) -> None:
-        if missing := [name for name in names if isinstance(name, str) and name not in known]:
-            raise ConfigError(f"fp4::produce: the program reads {', '.join(missing)} before it is computed")
 
+def _check_program(program: Program) -> None:
+    """A kernel's source is made of it, so every name and number is looked at."""
+    _need(program.result in get_args(Result), f"there is no result {program.result!r}")
+    fits = program.columns % 16 == 0 and 0 < program.columns <= WIDEST
+    _need(fits, f"{program.columns} columns; a multiple of 16 up to {WIDEST} is needed")
+    kinds: dict[Argument, Kind] = {}
+    for value in program.inputs:
+        _check_new(value.name, value.kind, kinds)
+        kinds[value.name] = value.kind
     for step in program.steps:
-        if step.op != SUM and step.op not in ELEMENTWISE:
-            raise ConfigError(f"fp4::produce: there is no step {step.op!r}")
-        need(step.args)
-        known.add(step.name)
-    need([program.x.name, *(value.name for value in program.outputs)])
+        _check_new(step.name, step.kind, kinds)
+        _check_step(step, kinds)
+        kinds[step.name] = step.kind
+    _need(program.x.kind == "full", f"x is a {program.x.kind}")
+    for value in (*program.inputs, program.x, *program.outputs):
+        _need(value.dtype in DTYPES, f"{value.name} of dtype {value.dtype}")
+        _need(kinds.get(value.name) == value.kind, f"{value.name} is no {value.kind} of the program")
+    for value in program.outputs:
+        written = value.kind == "full" or (value.kind == "row" and value.dtype == "float32")
+        _need(written, f"an output is full, or a row of float32, not a {value.kind} of {value.dtype}")
+
+
+def _check_new(name: str, kind: Kind, kinds: Mapping[Argument, Kind]) -> None:
+    _need(NAME.fullmatch(name) is not None, f"{name!r} is no name")
+    _need(name not in kinds, f"{name} is computed twice")
+    _need(kind in get_args(Kind), f"{name} is a {kind}")
+
+
+def _check_step(step: Step, kinds: Mapping[Argument, Kind]) -> None:
+    _need(step.op in OPERANDS, f"there is no step {step.op!r}")
+    _need(len(step.args) == OPERANDS[step.op], f"{step.op} of {len(step.args)} arguments")
+    numbers = [arg for arg in step.args if not isinstance(arg, str)]
+    _need(all(isinstance(arg, (int, float)) and math.isfinite(arg) for arg in numbers), f"{step.op} of {numbers}")
+    read = [arg for arg in step.args if isinstance(arg, str)]
+    _need(all(arg in kinds for arg in read), f"{step.name} reads {', '.join(read)} before it is computed")
+    given = spread(kinds[arg] for arg in read)
+    fits = (given, step.kind) == ("full", "row") if step.op == SUM else step.kind == given
+    _need(fits, f"{step.op} of a {given} is no {step.kind}")
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ConfigError(f"fp4::produce: {what}")
 
 
 define("produce(Tensor[] inputs, str program) -> Tensor[]", produce, _fake, check=_check)

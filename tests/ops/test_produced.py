@@ -1,6 +1,7 @@
 """What a program computes is quantized as if it had been written first."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -70,15 +71,29 @@ def changed(**values):
     return dataclasses.replace(norm_program(), **values)
 
 
+def step(op, *args, name="s0", kind="full"):
+    return changed(steps=(Step(name, op, args, kind),), x=Value(name, kind, "bfloat16"), outputs=())
+
+
+FULL = Value("i0", "full", "bfloat16")
 WRONG = {
-    "columns": (changed(columns=40), "multiple of 16|elements"),
-    "inputs": (changed(inputs=norm_program().inputs[:2]), "takes 2 inputs"),
-    "step": (changed(steps=(Step("s0", "log", ("i0",), "full"),)), "no step 'log'"),
+    "result": (changed(result="bits"), "no result 'bits'"),
+    "columns": (changed(columns=40), "multiple of 16"),
+    "too wide": (changed(columns=32768), "up to 16384"),
+    "inputs": (changed(inputs=norm_program().inputs[:2]), "before it is computed"),
+    "too few inputs": (changed(inputs=(FULL,), steps=(), x=FULL, outputs=()), "takes 1 inputs"),
+    "step": (step("log", "i0"), "no step 'log'"),
+    "arguments": (step("add", "i0", "i1", 2.0), "add of 3 arguments"),
+    "a number": (step("mul", "i0", math.nan), "mul of"),
+    "a kind": (step("mul", "i0", "i2", kind="column"), "no column"),
+    "a sum of a row": (step("sum", "i2", kind="row"), "sum of a column"),
+    "a row for x": (step("sum", "i0", kind="row"), "x is a row"),
     "order": (changed(steps=norm_program().steps[::-1]), "before it is computed"),
-    "no rows": (
-        Program("values", COLUMNS, (Value("i0", "column", "bfloat16"),) * 3, (), Value("i0", "full", "bfloat16"), ()),
-        "no input of the program has rows",
-    ),
+    "twice": (step("neg", "i0", name="i1"), "computed twice"),
+    "dtype": (changed(x=Value("s7", "full", "float16")), "dtype float16"),
+    "an output": (changed(outputs=(Value("s5", "row", "bfloat16"),)), "row of float32"),
+    "code": (step("neg", "i0", name="s0 = 0\nprint(1)\ns"), "is no name"),
+    "a kernel's name": (step("neg", "i0", name="row"), "is no name"),
 }
 
 
@@ -89,9 +104,26 @@ def test_a_wrong_program_is_an_error(what):
         fp4.produce(norm_inputs(), program.to_json())
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"columns": 16}', norm_program().to_json().replace('"kind"', '"sort"')]
+)
+def test_another_text_is_an_error(text):
+    with pytest.raises(ConfigError, match="not a program"):
+        fp4.produce(norm_inputs(), text)
+
+
+def test_inputs_without_rows_are_an_error():
+    weight = Value("i0", "column", "bfloat16")
+    steps = (Step("s0", "add", ("i0", "i1"), "full"),)
+    program = changed(inputs=(weight, Value("i1", "row", "bfloat16")), steps=steps, x=Value("s0", "full", "bfloat16"))
+    program = dataclasses.replace(program, outputs=())
+    x = torch.ones(3, 1, dtype=torch.bfloat16)
+    assert fp4.produce([norm_inputs()[2], x], program.to_json())[0].shape == (3, COLUMNS)
+
+
 def test_inputs_that_are_not_the_programs_are_an_error():
     x, y, weight = norm_inputs()
-    for inputs in ([x.float(), y, weight], [x, y[:3], weight], [x, y, weight[:16]]):
+    for inputs in ([x.float(), y, weight], [x, y[:3], weight], [x, y, weight[:16]], [x, y]):
         with pytest.raises(ConfigError, match="the program takes"):
             fp4.produce(inputs, norm_program().to_json())
 

@@ -1,7 +1,7 @@
 """A tensor computed, and its rows quantized, in one read of what it is computed from: one program, one row.
 
 Twin: ``fp4compile.ops.produced``. Steps are written as Inductor writes them, so elementwise programs give its bits;
-sums are added in another order.
+sums are added in another order. Against PyTorch a zero may have the other sign: Triton's ``-x`` is 0 - x.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from .kernel import Kernel, render
 
 SIZE = 16
 """Elements of a thread: one block."""
-WIDEST = 1024 * SIZE
-"""Columns of the widest row that one program holds."""
 
 EXPRESSIONS = {
     "add": "{} + {}",
