@@ -8,8 +8,8 @@ In a partitioned graph, on devices with kernels, where an operand's values are q
 
 So are codes and scales, where they are kept or multiplied as they are. The program has the elementwise operations and
 the sums of rows that x is made of; whatever of them others read is an output of the kernel, x included, which is not
-written otherwise. An operand that no such operation computes is read once for its amaxes and its values. What reads a
-product of codes stays with it, in its epilogue.
+written otherwise. An operand that no such operation computes is read once for its amaxes and its values, unless its
+rows are very wide. What reads a product of codes stays with it, in its epilogue.
 
 Changes no value but by the order in which a row is summed, which is the compiler's choice with Inductor, too.
 """
@@ -34,6 +34,9 @@ fp4 = torch.ops.fp4
 TILED_CODES = 7
 """Where ``tiled`` stands among the arguments of ``quantize``."""
 MOST = torch.finfo(torch.float32).max
+WIDEST_ALONE = 8192
+"""Columns up to which what no step computes is read once: wider rows, of 1024 threads a program, are faster apart
+(docs/performance.md)."""
 MOST_INPUTS = 6
 """Matrices that a program reads: a thread holds 16 elements of each."""
 
@@ -74,7 +77,9 @@ def produce(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
     quantizers = [node for node in graph.nodes if node.target in QUANTIZERS]
     for node in quantizers:
         if eligible(node.args[0].meta["val"].device) and _is_by_row(node):
-            _replace(graph, node, _Region(node))
+            region = _Region(node)
+            if region.members or region.columns <= WIDEST_ALONE:
+                _replace(graph, node, region)
 
 
 def _is_by_row(quantizer: fx.Node) -> bool:

@@ -160,6 +160,14 @@ def test_what_nothing_computes_is_read_once() -> None:
     assert not graphs.calls(gm, fp4.row_amax.default)
 
 
+@pytest.mark.parametrize("width", [8192, 8208])
+def test_very_wide_rows_that_nothing_computes_are_read_twice(width: int) -> None:
+    _, found = joined(lambda x: [*quantized(x)], random(2, width))
+    assert len(found) == (width == 8192)
+    _, [(_, program)] = joined(lambda x: [*quantized(-x)], random(2, width))
+    assert operations(program) == ["neg"]
+
+
 def test_the_amax_of_the_tensor_is_that_of_its_rows() -> None:
     gm, [(_, program)] = joined(lambda x: [fp4.amax(y := -x), *quantized(y)], random(ROWS, WIDTH))
     assert not program.outputs and not graphs.calls(gm, fp4.amax.default)
