@@ -15,7 +15,7 @@ from models import K, N, tokens
 from torch import Tensor, fx, nn
 
 import fp4compile
-from fp4compile import lowering
+from fp4compile import Recipe, lowering
 from fp4compile.lowering import lower, lowering_key
 from fp4compile.lowering.targets import Target, target_for
 
@@ -44,6 +44,30 @@ def test_where_a_device_has_no_kernels_the_reference_stays(monkeypatch: pytest.M
         lower(gm.graph)
         gm.recompile()
         assert gm.code == before
+
+
+RECIPES: dict[str, str | Recipe] = {
+    "nvidia": "nvidia",
+    "mxfp4": "mxfp4",
+    "a pair": Recipe(forward=("bf16", "nvfp4"), dgrad="mxfp4"),
+    "rows": Recipe.nvidia(activation_scale="row"),
+    "bound": Recipe.nvidia(activation_scale="row", rotated_scale="bound"),
+}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_lowered_for_every_gpu(
+    recipe: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator of the reference is left but ``rotate``, which has no kernel of its own."""
+    options = {"recipe": RECIPES[recipe]}
+    report = fp4compile.explain(nn.Linear(K, N, dtype=torch.bfloat16), tokens(dtype=torch.bfloat16), options=options)
+    monkeypatch.setattr(lowering, "target_of", lambda device: target_for("cuda", capability))
+    for part in ("forward", "backward"):
+        gm = report.graphs[part]
+        lower(gm.graph)
+        assert {name for name in operators(gm) if name.startswith("fp4.")} <= {"fp4.rotate.default"}
 
 
 NAMES = (
