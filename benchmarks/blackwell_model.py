@@ -23,8 +23,9 @@ from common import RESULTS, print_table, write_results
 
 from fp4compile.formats.rotation import SIGNS
 from fp4compile.lowering import aot, sass
-from fp4compile.lowering.kernels import Kernel, amax, columns, decode, gemm, rows, weights
-from fp4compile.lowering.targets import ISAS
+from fp4compile.lowering.kernels import Kernel, amax, columns, decode, gemm, produced, rows, weights
+from fp4compile.lowering.targets import ISAS, Isa
+from fp4compile.ops.produced import Program, Value
 
 SIZE = (65536, 8192)
 PRODUCT = (8192, 8192, 8192)
@@ -92,7 +93,19 @@ def kernels(device: Device) -> list[Counted]:
     unpack = decode.choose()
     decoded = decode.kernel(isa, "nvfp4", x, unpack)
     result.append(Counted("decode nvfp4 to bfloat16", decoded, 2.5625, 8, unpack.loop))
-    return result
+    return result + produced_kernels(isa, native)
+
+
+def produced_kernels(isa: Isa, native: bool) -> list[Counted]:
+    """With a scale a row, in one kernel: rows as they are, and the norm of a residual, which is written."""
+    value = Value("i0", "full", "bfloat16")
+    plain = Program("tiles" if native else "values", SIZE[1], (value,), (), value, ())
+    norm = dataclasses.replace(produced.EXAMPLE, result=plain.result)
+    name, written = ("", 0.5625) if native else (", decoded", 2.0)
+    return [
+        Counted(f"rows with their amaxes nvfp4 nearest{name}", produced.kernel(isa, plain), 2 + written, 16, 1),
+        Counted(f"norm of a residual and its rows{name}", produced.kernel(isa, norm), 6 + written, 16, 1),
+    ]
 
 
 _LABEL = re.compile(r"^(\.L\w+):")
