@@ -85,9 +85,10 @@ def _warn_if_last(variant: int, limit: int) -> None:
     if variant >= limit:
         warnings.warn(
             f"backend 'nvfp4' compiles variant {variant} of one function, and torch's limit is {limit}: calls that "
-            "need another one run eagerly and without FP4. TORCH_LOGS=recompiles says in what they differ; where it is "
-            "an integer attribute of a module, torch._dynamo.config.allow_unspec_int_on_nn_module = True makes one "
-            "variant of all; where so many are meant, raise torch._dynamo.config.recompile_limit.",
+            "need another one run eagerly and without FP4, or fail with fullgraph=True. TORCH_LOGS=recompiles says in "
+            "what they differ; where it is an integer attribute of a module, "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True makes one variant of all; where so many are "
+            "meant, raise torch._dynamo.config.recompile_limit.",
             Fp4Warning,
             stacklevel=2,
         )

@@ -18,6 +18,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dynamo import eval_frame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import inductor_prims, list_mode_options
@@ -137,6 +138,9 @@ def recompile_limit() -> int:
 
 def variant() -> int:
     """How many variants of the code object in compilation there are, with this one; 0 where nothing is compiled."""
+    isolated = getattr(eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)  # torch 2.13
+    if isolated() != -1:  # what is compiled on its own has variants of its own, which nothing counts
+        return 0
     current = CompileContext.current_compile_id()
     return 0 if current is None or current.frame_compile_id is None else int(current.frame_compile_id) + 1
 

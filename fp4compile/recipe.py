@@ -119,9 +119,9 @@ class Recipe:
     """What one float32 scale of x in the forward GEMM is for: the "tensor", as NVIDIA does it, or a "row", that is
     a token. With a scale a row nothing has to be reduced over the whole tensor before x is quantized: a row's largest
     magnitude comes out of the kernel that computes the row, a norm or an activation, and a token with large values
-    costs the others nothing. The product is multiplied by rows in the kernel of what follows: in its own epilogue where
-    tensor cores multiply FP4; elsewhere its result is written in float32 first. All other
-    operands keep their tensor scale; those of wgrad have blocks along the tokens. Without effect on x in MXFP4, which
+    costs the others nothing. The product is multiplied by rows in the kernel of what follows: mostly in its own
+    epilogue where tensor cores multiply FP4; elsewhere its result is written in float32 first. All other operands keep
+    their tensor scale; those of wgrad have blocks along the tokens. Without effect on x in MXFP4, which
     has no tensor scale, or bf16."""
 
     stochastic: Collection[str] = frozenset({"dgrad.dy", "wgrad.dy"})

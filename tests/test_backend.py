@@ -361,6 +361,15 @@ def test_the_last_variant_that_torch_compiles_warns() -> None:
     assert len(found) == 1 and "variant 2 of one function" in found[0] and "allow_unspec_int_on_nn_module" in found[0]
 
 
+def test_a_variant_more_of_something_else_does_not_warn() -> None:
+    """As many functions as there may be variants of one."""
+    with interpreted(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("error", Fp4Warning)
+        for size in (K, 2 * K, 3 * K):
+            torch._dynamo.reset()
+            compiled(nn.Linear(size, N), policy=Policy())(torch.randn(16, size))
+
+
 def test_experts_in_one_bmm_warn_with_the_reason() -> None:
     model = Weights(lambda m, x: torch.bmm(x, m.w0), (2, K, N))
     with interpreted(), pytest.warns(Fp4Warning, match="rewrote nothing.*experts"):

@@ -25,7 +25,7 @@ from torch import fx
 
 from .. import compat
 from ..graph import aten, emit, emit_items, prims
-from ..ops.produced import DTYPES, SUM, WIDEST, Argument, Kind, Program, Result, Step, Value, spread
+from ..ops.produced import DTYPES, MOST, SUM, WIDEST, Argument, Kind, Program, Result, Step, Value, spread
 from .fold import is_tiled
 from .kernels.produced import SIZE
 
@@ -33,7 +33,6 @@ fp4 = torch.ops.fp4
 
 TILED_CODES = 7
 """Where ``tiled`` stands among the arguments of ``quantize``."""
-MOST = torch.finfo(torch.float32).max
 WIDEST_ALONE = 8192
 """Columns up to which what no step computes is read once: wider rows, of 1024 threads a program, are faster apart
 (docs/performance.md)."""
@@ -76,13 +75,13 @@ def produce(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> None:
         return
     quantizers = [node for node in graph.nodes if node.target in QUANTIZERS]
     for node in quantizers:
-        if eligible(node.args[0].meta["val"].device) and _is_by_row(node):
+        if eligible(node.args[0].meta["val"].device) and is_by_row(node):
             region = _Region(node)
             if region.members or region.columns <= WIDEST_ALONE:
                 _replace(graph, node, region)
 
 
-def _is_by_row(quantizer: fx.Node) -> bool:
+def is_by_row(quantizer: fx.Node) -> bool:
     """Whether it is what ``fp4::produce`` does last."""
     x, amax, seed, format, block = quantizer.args[:5]
     assert isinstance(x, fx.Node)

@@ -61,6 +61,8 @@ SUM = "sum"
 OPERANDS = {SUM: 1, **{op: 2 if op in ("add", "sub", "mul", "div") else 1 for op in ELEMENTWISE}}
 WIDEST = 16384
 """Columns of the widest row that a kernel holds."""
+MOST = torch.finfo(torch.float32).max
+"""The largest number in a step."""
 NAME = re.compile(r"[is]\d+")
 """Of inputs and steps: no name of anything else in a kernel."""
 
@@ -104,9 +106,11 @@ class Program:
         """Raises ConfigError if the text is none, or one that computes nothing sensible."""
         try:
             program = Program._parsed(json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
+            _check_program(program)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"fp4::produce: not a program ({error})") from None
-        _check_program(program)
         return program
 
     @staticmethod
@@ -199,7 +203,7 @@ def spread(kinds: Iterable[Kind]) -> Kind:
 def _check_program(program: Program) -> None:
     """A kernel's source is made of it, so every name and number is looked at."""
     _need(program.result in get_args(Result), f"there is no result {program.result!r}")
-    fits = program.columns % 16 == 0 and 0 < program.columns <= WIDEST
+    fits = type(program.columns) is int and program.columns % 16 == 0 and 0 < program.columns <= WIDEST
     _need(fits, f"{program.columns} columns; a multiple of 16 up to {WIDEST} is needed")
     kinds: dict[Argument, Kind] = {}
     for value in program.inputs:
@@ -228,7 +232,7 @@ def _check_step(step: Step, kinds: Mapping[Argument, Kind]) -> None:
     _need(step.op in OPERANDS, f"there is no step {step.op!r}")
     _need(len(step.args) == OPERANDS[step.op], f"{step.op} of {len(step.args)} arguments")
     numbers = [arg for arg in step.args if not isinstance(arg, str)]
-    _need(all(isinstance(arg, (int, float)) and math.isfinite(arg) for arg in numbers), f"{step.op} of {numbers}")
+    _need(all(type(arg) in (int, float) and abs(arg) <= MOST for arg in numbers), f"{step.op} of {numbers}")
     read = [arg for arg in step.args if isinstance(arg, str)]
     _need(all(arg in kinds for arg in read), f"{step.name} reads {', '.join(read)} before it is computed")
     given = spread(kinds[arg] for arg in read)

@@ -1,7 +1,7 @@
 """Where tensor cores multiply FP4 themselves, operands are quantized with scales in the order tensor cores read.
 
-Changes no value. A product takes part if both operands are quantized in one format; its operands if no other product
-reads their scales.
+Changes no value. A product takes part if both operands are quantized in one format and no other product reads their
+scales.
 """
 
 from __future__ import annotations
@@ -25,20 +25,29 @@ _QUANTIZERS: dict[Any, int] = {fp4.quantize.default: 7, fp4.rotate_quantize.defa
 
 def tile(graph: fx.Graph, eligible: Callable[[torch.device], bool] = multiplies_fp4) -> None:
     """In place; ``eligible``: the devices whose tensor cores multiply FP4."""
+    for node in native_products(graph, eligible):
+        node.args = (*node.args, True)
+        for scales in _scales(node):
+            _tile_operand(scales)
+
+
+def native_products(graph: fx.Graph, eligible: Callable[[torch.device], bool]) -> set[fx.Node]:
+    """The products that tensor cores multiply themselves."""
     products = {
         node
         for node in graph.find_nodes(op="call_function", target=fp4.scaled_mm.default)
         if eligible(node.meta["val"].device) and node.args[3] == node.args[7] != "bf16"
     }
     while True:  # a product that stays as it is keeps its operands, and with them other products, as they are
-        mixed = {node for node in products if any(set(scales.users) - products for scales in _scales(node))}
+        mixed = {node for node in products if any(_readers(scales) - products for scales in _scales(node))}
         if not mixed:
-            break
+            return products
         products -= mixed
-    for node in products:
-        node.args = (*node.args, True)
-        for scales in _scales(node):
-            _tile_operand(scales)
+
+
+def _readers(scales: fx.Node) -> set[fx.Node]:
+    """An anchor, and the output of a forward, only keep them for the backward."""
+    return {user for user in scales.users if user.target is not fp4.anchor.default and user.op != "output"}
 
 
 def _scales(product: fx.Node) -> list[fx.Node]:

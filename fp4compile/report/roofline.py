@@ -39,9 +39,14 @@ from .. import compat
 from ..errors import ConfigError
 from ..graph import LAYOUT, aten, has_row_scales, laid_out
 from ..lowering.fold import finds_row_maxima, foldable
+from ..lowering.produce import WIDEST_ALONE, is_by_row
 from ..passes.classify import MATMULS
 from ..passes.fuse import fuse
+from ..passes.tile import native_products
 from ..table import table
+
+TILED = "fp4_tiled"
+"""Key in a node's metadata: a product that tensor cores with FP4 would multiply themselves."""
 
 Precision = Literal["bf16", "fp8", "fp4"]
 Kind = Literal["product", "decode", "quantization"]
@@ -201,23 +206,30 @@ def fused(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     fuse(copy, eligible=lambda device: True)
+    for product in native_products(copy, lambda device: True):
+        product.meta[TILED] = True
     return copy
 
 
 def folded(graph: fx.Graph, gpu: Gpu) -> set[fx.Node]:
-    """The amaxes that cost nothing on a GPU: the kernels that compute their tensors find them, and those that quantize
-    rows find the rows'."""
+    """The amaxes that cost nothing on a GPU: kernels that compute their tensors find them, or quantize their rows."""
 
     def is_template(product: fx.Node) -> bool:
         return _is_native(product, gpu)
 
-    rows = graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default)
-    return {*foldable(graph, lambda device: True, is_template), *rows}
+    free = set(foldable(graph, lambda device: True, is_template))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default):
+        x = node.all_input_nodes[0]
+        found = finds_row_maxima(laid_out(x, copies=False), is_template)
+        read_once = x.meta["val"].shape[1] <= WIDEST_ALONE and any(map(_quantizes_by_row, node.users))
+        if found or read_once:
+            free.add(node)
+    return free
 
 
 def _is_native(product: fx.Node, gpu: Gpu) -> bool:
     """Whether tensor cores multiply the codes themselves (passes/tile.py)."""
-    return gpu.fp4 is not None and product.args[3] == product.args[7] != "bf16"
+    return gpu.fp4 is not None and product.meta.get(TILED, False)
 
 
 def work_of(node: fx.Node, site: str, model: Model) -> list[Work]:
@@ -246,12 +258,13 @@ def _quantizer(node: fx.Node, site: str, model: Model) -> Work:
 
 def _is_joined(quantizer: fx.Node, gpu: Gpu) -> bool:
     """Whether the kernel that computes a tensor quantizes it (lowering/produce.py)."""
-    if quantizer.target != torch.ops.fp4.quantize.default:
+    if not _quantizes_by_row(quantizer):
         return False
-    x, amax = quantizer.args[:2]
-    if not isinstance(x, fx.Node) or not isinstance(amax, fx.Node) or amax.meta["val"].dim() == 0:
-        return False
-    return finds_row_maxima(laid_out(x, copies=False), lambda product: _is_native(product, gpu))
+    return finds_row_maxima(laid_out(quantizer.all_input_nodes[0], copies=False), lambda node: _is_native(node, gpu))
+
+
+def _quantizes_by_row(node: fx.Node) -> bool:
+    return node.target == torch.ops.fp4.quantize.default and is_by_row(node)
 
 
 def _scaled_product(node: fx.Node, site: str, model: Model) -> list[Work]:

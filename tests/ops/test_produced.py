@@ -85,6 +85,9 @@ WRONG = {
     "step": (step("log", "i0"), "no step 'log'"),
     "arguments": (step("add", "i0", "i1", 2.0), "add of 3 arguments"),
     "a number": (step("mul", "i0", math.nan), "mul of"),
+    "too large a number": (step("mul", "i0", 10**400), "mul of"),
+    "no number": (step("mul", "i0", True), "mul of"),
+    "a part of a column": (changed(columns=48.0), "multiple of 16"),
     "a kind": (step("mul", "i0", "i2", kind="column"), "no column"),
     "a sum of a row": (step("sum", "i2", kind="row"), "sum of a column"),
     "a row for x": (step("sum", "i0", kind="row"), "x is a row"),
@@ -105,7 +108,15 @@ def test_a_wrong_program_is_an_error(what):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"columns": 16}', norm_program().to_json().replace('"kind"', '"sort"')]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        norm_program().to_json().replace('"s0"', "null"),
+        '{"columns": 16}',
+        norm_program().to_json().replace('"kind"', '"sort"'),
+    ],
 )
 def test_another_text_is_an_error(text):
     with pytest.raises(ConfigError, match="not a program"):

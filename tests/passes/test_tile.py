@@ -8,12 +8,13 @@ from collections.abc import Callable
 import graphs
 import models
 import pytest
+import torch
 from graphs import fp4
 from models import K, N, tokens
 from torch import fx, nn
 
 import fp4compile
-from fp4compile import Recipe, lowering, passes
+from fp4compile import Policy, Recipe, lowering, passes
 from fp4compile.lowering import lower
 from fp4compile.lowering.targets import target_for
 from fp4compile.passes.fuse import fuse
@@ -64,6 +65,16 @@ def test_a_product_with_a_bf16_operand_is_left_and_so_are_the_operands_it_shares
     for node, is_tiled in by_role.items():
         shapes = [node.args[i].meta["val"].dim() for i in (1, 5) if node.args[i] is not None]
         assert set(shapes) == ({5} if is_tiled else {2})
+
+
+@pytest.mark.parametrize("save", ["auto", "packed", "recompute"])
+def test_what_is_kept_for_the_backward_is_tiled_too(save: str, everywhere: Callable[[], None]) -> None:
+    """The anchor that keeps packed x is no product that reads its scales."""
+    everywhere()
+    layer = nn.Linear(K, N, dtype=torch.bfloat16)
+    report = fp4compile.explain(layer, tokens(dtype=torch.bfloat16), options={"save": save, "policy": Policy()})
+    products = graphs.calls(report.graphs["joint_after"], fp4.scaled_mm.default)
+    assert len(products) == 3 and all(node.args[9:] == (True,) for node in products)
 
 
 def test_on_blackwell_every_product_is_the_native_template(

@@ -173,6 +173,26 @@ def test_a_product_with_scales_of_rows_is_one_of_codes_where_there_are_such() ->
     assert row.decode_ms == 0 and row.product_ms == pytest.approx(tensor.product_ms, rel=2e-3)
 
 
+@pytest.mark.parametrize("save", ["auto", "packed"])
+def test_products_of_what_is_kept_packed_are_native(save: str) -> None:
+    layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    roofline = fp4compile.explain(
+        layer, tokens(ROWS, IN, dtype=torch.bfloat16), options={"policy": Policy(), "save": save}, target="B300"
+    ).roofline
+    assert roofline is not None
+    (row,) = roofline.rows
+    assert row.decode_ms == 0 and row.flops > 0
+
+
+def test_what_no_kernel_joins_is_read_twice() -> None:
+    """Stochastic rounding of x: its rows are found by Inductor and read again."""
+    row = functools.partial(Recipe.nvidia, activation_scale="row", dgrad="bf16", wgrad="bf16")
+    nearest, noisy = scales((row(stochastic=()), row(stochastic=("forward.x",))), Gated(True), "H200")
+    memory = Model(GPUS["H200"]).memory
+    difference = (noisy.total.quantization_ms - nearest.total.quantization_ms) / 1e3
+    assert difference == pytest.approx(memory(2 * ROWS * IN + 2 * ROWS * OUT), rel=1e-2)
+
+
 def test_without_them_it_is_of_decoded_operands_and_float32() -> None:
     layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
     (tensor,), (row,) = (one.rows for one in scales(of_rows({"dgrad": "bf16", "wgrad": "bf16"}), layer, "H200"))

@@ -295,7 +295,7 @@ def launch(
     _check(a, a_scales, format, m)
     _check(b, b_scales, format, n)
     if (b_amax is None) == (format == "nvfp4") or (a_amax is not None and b_amax is None):
-        raise ConfigError(f"gemm: an nvfp4 operand has an amax, and no other; this one is {format}")
+        raise ConfigError(f"gemm: nvfp4 takes b_amax, with a_amax or without, and no other format does; it is {format}")
     out = a.new_empty((m, n), dtype=out_dtype)
     if out.numel() == 0:
         return out
