@@ -35,6 +35,8 @@ from .library import define
 
 Kind = Literal["full", "row", "column", "scalar"]
 """The shape of a value: [R, C], [R, 1], [1, C] or one number."""
+ROWS: tuple[Kind, ...] = ("full", "row")
+"""Kinds that have R."""
 Result = Literal["values", "codes", "tiles"]
 Argument = str | float
 """The name of a value, or a number."""
@@ -97,6 +99,14 @@ class Program:
     x: Value
     outputs: tuple[Value, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Once: every launch looks its kernel up by the program."""
+        return hash(self.to_json())
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
@@ -121,11 +131,17 @@ class Program:
 
 
 def rows_of(program: Program, inputs: Sequence[Tensor]) -> int:
-    """R. At least one input has it."""
-    for value, tensor in zip(program.inputs, inputs, strict=True):
-        if value.kind in ("full", "row"):
-            return math.prod(tensor.shape) // (program.columns if value.kind == "full" else 1)
-    raise ConfigError("fp4::produce: no input of the program has rows")
+    """R. An input has it: nothing else makes x full."""
+    has_rows = ((value.kind, one) for value, one in zip(program.inputs, inputs, strict=True) if value.kind in ROWS)
+    kind, tensor = next(has_rows)
+    return math.prod(tensor.shape) // (program.columns if kind == "full" else 1)
+
+
+def empty_written(program: Program, like: Tensor, rows: int) -> tuple[Tensor, list[Tensor]]:
+    """The amaxes and the outputs, to be filled."""
+    shapes = {"full": (rows, program.columns), "row": (rows,)}
+    amaxes = like.new_empty((rows,), dtype=DTYPES[program.x.dtype])
+    return amaxes, [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in program.outputs]
 
 
 def produce(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
@@ -168,14 +184,12 @@ def _fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     _check(inputs, program)
     parsed = Program.from_json(program)
     rows, columns = rows_of(parsed, inputs), parsed.columns
-    like, dtype = inputs[0], DTYPES[parsed.x.dtype]
-    shapes = {"full": (rows, columns), "row": (rows,)}
-    outputs = [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in parsed.outputs]
-    x, amaxes = like.new_empty((rows, columns), dtype=dtype), like.new_empty((rows,), dtype=dtype)
-    how = (amaxes, None, "nvfp4", [1, 16], "nearest", 0)
+    amaxes, outputs = empty_written(parsed, inputs[0], rows)
     if parsed.result == "values":
-        return [like.new_empty((rows, columns), dtype=torch.bfloat16), amaxes, *outputs]
-    return [*quantize._fake(x, *how, parsed.result == "tiles"), amaxes, *outputs]
+        return [inputs[0].new_empty((rows, columns), dtype=torch.bfloat16), amaxes, *outputs]
+    x = inputs[0].new_empty((rows, columns), dtype=amaxes.dtype)
+    codes = quantize._fake(x, amaxes, None, "nvfp4", [1, 16], "nearest", 0, parsed.result == "tiles")
+    return [*codes, amaxes, *outputs]
 
 
 def _check(inputs: Sequence[Tensor], program: str) -> None:

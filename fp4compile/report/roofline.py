@@ -7,8 +7,8 @@ each at a fixed share (``Efficiency``) of what the data sheet promises:
 
 Bytes: every input read once, every output written once, as the graph has them. Graphs captured on a CPU are counted as
 ``passes/fuse.py`` fuses them for a GPU, on a copy, and an amax that ``lowering/fold.py`` folds into the kernel that
-computes its tensor reads nothing, nor do the amaxes of rows there. Operations: 2 M N K for a product. There is nothing
-in it for the start of a kernel, for caches, for communication or for the optimizer.
+computes its tensor reads nothing; nor do rows that ``lowering/produce.py`` has quantized there. Operations: 2 M N K for
+a product. There is nothing in it for the start of a kernel, for caches, for communication or for the optimizer.
 
 Calibration: three shares, fitted to three published numbers of one layer, so they are reproduced by construction.
 Transformer Engine's GEMM benchmark on a B300: 15,872 tokens, hidden 4096, ffn 16384, the 12 products of QKV, attention

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.produced import DTYPES, SUM, Argument, Kind, Program, Step, Value, rows_of
+from ...ops.produced import SUM, Argument, Kind, Program, Step, Value, empty_written, rows_of
 from ..targets import Isa
 from . import common
 from .kernel import Kernel, render
@@ -148,9 +148,7 @@ def produce(inputs: Sequence[Tensor], program: Program) -> list[Tensor]:
         quantized: tuple[Tensor, ...] = (like.new_empty((rows, columns), dtype=torch.bfloat16),)
     else:
         quantized = common.empty_quantized(like, rows, columns // SIZE, "nvfp4", program.result == "tiles")
-    amaxes = like.new_empty((rows,), dtype=DTYPES[program.x.dtype])
-    shapes = {"full": (rows, columns), "row": (rows,)}
-    outputs = [like.new_empty(shapes[one.kind], dtype=DTYPES[one.dtype]) for one in program.outputs]
+    amaxes, outputs = empty_written(program, like, rows)
     if rows:
         with common.on_device_of(like):
             one = kernel(common.isa_of(like.device), program)
