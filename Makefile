@@ -43,7 +43,7 @@ demo: venv
 
 bench: venv
 	set -e; for script in benchmarks/*.py; do case $$script in \
-	  */common.py|*/gpu_cases.py|*/llama.py|*/render_docs.py) ;; \
+	  */common.py|*/gpu_cases.py|*/llama.py|*/render_*.py) ;; \
 	  *) echo "== $$script"; $(PY) $$script;; esac; done
 	$(PY) benchmarks/render_docs.py
 

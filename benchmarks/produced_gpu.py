@@ -146,6 +146,9 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--out", type=Path, help="write the JSON there, too")
     args = parser.parse_args()
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        print("needs a CUDA device")
+        return
     rows = [measure(case, args.device) for case in cases(args.tokens)]
     print_table("computed and quantized", rows)
     if args.device.type == "cuda":

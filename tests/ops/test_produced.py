@@ -123,7 +123,7 @@ def test_another_text_is_an_error(text):
         fp4.produce(norm_inputs(), text)
 
 
-def test_inputs_without_rows_are_an_error():
+def test_rows_may_come_from_a_number_a_row_alone():
     weight = Value("i0", "column", "bfloat16")
     steps = (Step("s0", "add", ("i0", "i1"), "full"),)
     program = changed(inputs=(weight, Value("i1", "row", "bfloat16")), steps=steps, x=Value("s0", "full", "bfloat16"))
