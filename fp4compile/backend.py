@@ -16,7 +16,7 @@ from .lowering import lower, lowering_key
 from .options import Options, parse_options
 from .passes import run_joint_passes
 from .plan import GraphPlan, make_plan
-from .policy import Policy
+from .policy import NAMELESS, Policy
 
 
 def nvfp4(
@@ -56,11 +56,13 @@ def compile_graph(
     extra_patches: Mapping[str, Any] | None = None,
     on_joint: Callable[[str, fx.Graph], None] | None = None,
     on_plan: Callable[[GraphPlan], Any] | None = None,
+    shared: bool = True,
 ) -> Callable[..., Any]:
-    """Plan one graph and compile it. The last four arguments let ``explain`` look on without generating code."""
+    """Plan one graph and compile it. The last five arguments let ``explain`` look on, at every block, without
+    generating code; ``shared``: see ``make_plan``."""
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     key = options.key() + lowering_key(devices)
-    plan = make_plan(gm, options.recipe, options.policy, options.strict, key, options.save)
+    plan = make_plan(gm, options.recipe, options.policy, options.strict, key, options.save, shared)
     if on_plan is not None:
         on_plan(plan)
     joint = functools.partial(_joint, plan=plan, look=on_joint)
@@ -98,9 +100,11 @@ def _warn_if_nothing(plan: GraphPlan, options: Options) -> None:
     """A user who asked for NVFP4 and gets none of it must hear so. Decisions made by ``prepare`` were shown there."""
     if plan.outcome is None or not isinstance(options.policy, Policy) or not (plan.outcome.sites or plan.outcome.left):
         return
-    if plan.outcome.refused or any(site.rewritten for site in plan.outcome.sites):
+    if plan.outcome.refused or plan.elsewhere or any(site.rewritten for site in plan.outcome.sites):
         return
     reasons = sorted({site.forward.reason for site in plan.outcome.sites} | {item.reason for item in plan.outcome.left})
+    if reasons == [NAMELESS]:
+        return  # it has been said, with what to write
     warnings.warn(
         f"backend 'nvfp4' rewrote nothing: all of {len(plan.outcome.sites)} weight matmuls of this graph stay as they "
         f"are ({'; '.join(reasons)}). fp4compile.explain(model, *args) shows every matmul.",

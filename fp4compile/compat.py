@@ -7,9 +7,12 @@ changes and ``self_test`` says so before a user's model does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
-import re
+import os
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import eval_frame
+from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import inductor_prims, list_mode_options
@@ -160,44 +164,115 @@ def below_autograd() -> Iterator[None]:
 # --- the Dynamo graph ------------------------------------------------------------------------------------------------
 
 
-def root_scope() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Locals and globals of the frame under compilation; where a graph's module names start. Empty outside Dynamo."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An object on the way from a frame to an input of its graph. ``source`` is Dynamo's expression for it, which a
+    guard can be put on."""
+
+    value: Any
+    source: Any
+    word: str
+    """What it adds to a readable name: a variable, an attribute, an index or a key; "" for a step inside of one."""
+
+
+def _word(source: Any) -> str:
+    words = (getattr(source, field, None) for field in ("local_name", "global_name", "member", "index"))
+    word = next((word for word in words if isinstance(word, (str, int))), "")
+    return "" if word in _STORAGE else str(word)
+
+
+_STORAGE = ("_modules", "_parameters", "_buffers", "__dict__", "__closure__", "cell_contents")
+"""Where objects keep what is read from them by a name of its own."""
+
+
+def way_to(placeholder: fx.Node) -> list[Step]:
+    """From the frame under compilation to the value of an input of its graph, which is last. Empty without a source.
+
+    A step that Dynamo has no expression for is None.
+    """
+    source, frame = getattr(placeholder, "_dynamo_source", None), _frame_under_compilation()
+    if source is None or frame is None:
+        return []
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    names = {**_get_closure_vars(), "L": frame.f_locals, "G": frame.f_globals}
+    known: dict[Any, Any] = {}
+    return [Step(_value_at(each, names, known), each, _word(each)) for each in reversed(chain)]
+
+
+def _value_at(source: Any, names: dict[str, Any], known: dict[Any, Any]) -> Any:
+    try:
+        return source.get_value(names, {}, known)
+    except Exception:  # any that the user's objects raise; a parameter that is not found is reported as nameless
+        return None
+
+
+def _frame_under_compilation() -> Any:
+    """Dynamo's translator of the outermost frame that the graph was captured from; None outside Dynamo."""
     try:
         translator = InstructionTranslator.current_tx()
     except AttributeError:
-        return {}, {}
-    if translator is None:
-        return {}, {}
-    root = translator.output.root_tx
-    return dict(root.f_locals), root.f_globals
-
-
-def source_name(placeholder: fx.Node) -> str | None:
-    """Where Dynamo found a placeholder's value, e.g. ``L['self']._modules['0']._parameters['weight']``."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    if source is None:
         return None
-    return source.name() if callable(source.name) else source.name
+    return None if translator is None else translator.output.root_tx
 
 
-_ROOT = re.compile(r"^([LG])\['(\w+)'\](.*)$")
-_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\['?([^'\]]+)'?\]")
+def local_values() -> list[Any]:
+    """What the frame under compilation names: its variables, and the globals that its code reads."""
+    frame = _frame_under_compilation()
+    return [] if frame is None else _named_by(frame.f_code, frame.f_locals, frame.f_globals)
 
 
-def split_source(source: str) -> tuple[tuple[str, str] | None, str]:
-    """``L['self']._modules['a']._parameters['w']`` -> (``("L", "self")``, ``"a.w"``). Root None if the form is
-    another."""
-    match = _ROOT.match(source)
-    root, rest = ((match[1], match[2]), match[3]) if match else (None, source)
-    parts = [next(filter(None, step.groups())) for step in _STEP.finditer(rest)]
-    parts = [part for part in parts if part not in ("_modules", "_parameters", "_buffers", "__dict__")]
-    return root, ".".join(parts)
+def _named_by(code: types.CodeType, variables: Mapping[str, Any], globals_: Mapping[str, Any]) -> list[Any]:
+    return [*variables.values(), *(globals_[name] for name in code.co_names if name in globals_)]
 
 
-def module_path(node: fx.Node) -> str | None:
-    """Source path of the innermost module a node came from (``L['self'].layers.0``), forward or backward."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return next(reversed(stack.values()))[0] if stack else None
+def calls_around(inside: bool) -> Iterator[tuple[Any, list[Any]]]:
+    """(object, values) of the Python calls in progress around the frame under compilation, from the inside out: the
+    module or the first argument of what is called, None if there is none; and what the frame names.
+
+    inside: those that torch.compile was called for and what they call; else what is around torch.compile's own call.
+    torch's frames count as calls of modules only.
+    """
+    frame: Any = sys._getframe(1)
+    within = True
+    while frame is not None:
+        code, variables = frame.f_code, frame.f_locals
+        if code.co_filename == _EVAL_FRAME and code.co_name == "compile_wrapper" and within:
+            compiled = getattr(variables.get("fn"), "__self__", None)
+            if inside:
+                yield compiled if isinstance(compiled, torch.nn.Module) else None, []
+            within = False
+        elif code.co_filename == _MODULE and within == inside:
+            yield variables.get("self"), []
+        elif not code.co_filename.startswith((_TORCH, _HERE)) and within == inside:
+            first = variables.get(code.co_varnames[0]) if code.co_argcount else None
+            yield first, _named_by(code, variables, frame.f_globals)
+        if not within and inside:
+            return
+        frame = frame.f_back
+
+
+_EVAL_FRAME = eval_frame.__file__
+_MODULE = str(torch.nn.modules.module.__file__)
+_TORCH = os.path.dirname(str(torch.__file__)) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+def guard_on(step: Step, holds: Callable[[Any], bool], text: str) -> None:
+    """Have the graph under compilation used only while ``holds`` of the object at a step, checked at every call."""
+
+    def fp4_guard(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, [text], None)
+
+    install_guard(step.source.make_guard(fp4_guard))
+
+
+def module_id(node: fx.Node) -> int | None:
+    """``id`` of the innermost module that a call of the graph runs in, as Dynamo noted it."""
+    stack = node.meta.get("nn_module_stack")
+    key = next(reversed(stack)).partition("@")[0] if stack else ""
+    return int(key) if key.isdecimal() else None
 
 
 def mark(node: fx.Node, value: int) -> None:
@@ -399,6 +474,17 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+class _Probe(torch.nn.Module):
+    """A model for the self test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 @functools.cache
 def _test_template() -> Any:
     """Inductor takes a template's name once a process."""
@@ -414,8 +500,11 @@ def self_test() -> list[str]:
         (
             "below autograd",
             "variant",
-            "root scope",
-            "source names",
+            "local values",
+            "ways",
+            "calls around",
+            "module ids",
+            "guards",
             "marks",
             "descriptors",
             "gradients",
@@ -443,17 +532,21 @@ def self_test() -> list[str]:
         seen["gradients"] = len(gradient_keys(graph)) == 2
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        seen["root scope"] = any(value is model for value in root_scope()[0].values())
+        seen["local values"] = any(value is model for value in local_values())
         seen["variant"] = variant() > 0
-        names = [split_source(source_name(node) or "")[1] for node in gm.graph.nodes if node.op == "placeholder"]
-        seen["source names"] = "weight" in names
+        ways = [way_to(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        to_weight = next((way for way in ways if way and way[-1].value is model.inner.weight), [])
+        seen["ways"] = any(step.value is model for step in to_weight) and to_weight[-1].word == "weight"
+        seen["calls around"] = any(called is model for called, _ in calls_around(inside=True))
+        seen["module ids"] = any(module_id(node) == id(model.inner) for node in gm.graph.nodes)
+        guard_on(to_weight[0], lambda value: seen.update({"guards": value is model}) is None, "self test")
         for node in gm.graph.nodes:
             if node.op == "call_function":
                 mark(node, 7)
         patches = {JOINT_PASS: GraphPass(JOINT_PASS, joint, "self test"), **CAPTURE_PATCHES}
         return compile_fx(gm, inputs, patches, inner_compile_after(lambda graph: seen.update({"inner compile": True})))
 
-    model = torch.nn.Linear(16, 16, bias=False)
+    model = _Probe()
     with capture_context():
         compiled = torch.compile(model, backend=backend)
         compiled(torch.ones(4, 16, requires_grad=True)).sum().backward()

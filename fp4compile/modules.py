@@ -11,11 +11,14 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """What torch.compile, checkpoint_wrapper and FSDP put into a name. No author writes these, so the text is
 enough."""
+
+_MANAGED = "_is_fsdp_managed_module"
+"""Set by FullyShardedDataParallel."""
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 """They put the plain word "module" into a name, which an author may use too: only the class tells."""
@@ -57,7 +60,7 @@ class NamedParameter:
     name: str
     owner: str
     module: nn.Module
-    value: nn.Parameter
+    value: Tensor
 
     @property
     def is_embedding(self) -> bool:
@@ -85,6 +88,14 @@ def site_name(parameter: str) -> str:
     return owner if owner and last == "weight" else parameter
 
 
+def views(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that FullyShardedDataParallel keeps in a flat one and that are views of it, in plain attributes,
+    while the forward runs."""
+    if not getattr(module, _MANAGED, False):
+        return {}
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
 class ModuleTree:
     """The modules and parameters of ``model`` by cleaned name.
 
@@ -97,6 +108,8 @@ class ModuleTree:
         self.outer: dict[str, nn.Module] = {}
         self.inner: dict[str, nn.Module] = {}
         self.parameters: list[NamedParameter] = []
+        self._names: dict[int, str] = {}
+        self._of_parameter: dict[int, list[NamedParameter]] = {}
         cleaned: dict[str, str] = {}
         modules: dict[str, nn.Module] = {}
         for raw, module in model.named_modules(remove_duplicate=False):
@@ -106,8 +119,12 @@ class ModuleTree:
             cleaned[raw], modules[raw] = name, module
             self.outer.setdefault(name, module)
             self.inner[name] = module
-            for own, value in module.named_parameters(recurse=False, remove_duplicate=False):
-                self.parameters.append(NamedParameter(join(name, own), name, module, value))
+            self._names.setdefault(id(module), name)
+            own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for own, value in {**own_parameters, **views(module)}.items():
+                named = NamedParameter(join(name, own), name, module, value)
+                self.parameters.append(named)
+                self._of_parameter.setdefault(id(value), []).append(named)
         self._children: dict[str, list[str]] = {}
         for name in self.inner:
             if name:
@@ -117,6 +134,18 @@ class ModuleTree:
             if parameter.is_weight:
                 for ancestor in ancestors(parameter.name):
                     self._elements[ancestor] += parameter.value.numel()
+
+    def __len__(self) -> int:
+        """How many modules it has, wrappers counted."""
+        return len(self._names)
+
+    def name_of(self, module: int) -> str | None:
+        """The (first) name of the module with that ``id``; None if it is not in the tree."""
+        return self._names.get(module)
+
+    def names_of(self, parameter: object) -> list[NamedParameter]:
+        """A parameter under each of its names."""
+        return self._of_parameter.get(id(parameter), [])
 
     def find_blocks(self, pattern: str | None = None) -> tuple[str, ...]:
         """Names of the model's blocks in model order, the units that "the last 8 blocks" counts.

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch import fx, nn
 
 from . import compat
 from .decisions import Decision, Decisions
-from .modules import clean_name
-from .policy import Policy, resolve
+from .errors import Fp4Warning
+from .modules import ModuleTree, ancestors
+from .policy import NAMELESS, Policy, decide, decide_nameless, warn_unmatched
 from .recipe import ROLES, Recipe
+from .scope import Root, SameDecisions, Scope, modules_around, same_object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +92,8 @@ class GraphPlan:
     """Names and decisions of one captured graph.
 
     ``calls[k]`` belongs to the nodes marked k; ``params`` maps an input of the graph to (root, parameter name);
-    ``decisions`` maps a root (the expression of the module that names are relative to, "" for parameters outside
-    any) to its table.
+    ``decisions`` maps a root (the label of the module that names are relative to, "" for parameters that no module
+    owns) to its table.
     """
 
     recipe: Recipe
@@ -101,6 +104,8 @@ class GraphPlan:
     save: str = "auto"
     digest: str = ""
     outcome: Outcome | None = None
+    elsewhere: bool = False
+    """Whether the modules have weights that are rewritten in another graph: this one is a part of a model."""
     nested: list[LeftMatmul] = dataclasses.field(default_factory=list)
     """Matmuls in bodies of nested compile regions, which come to the passes before the graph around them."""
 
@@ -116,101 +121,46 @@ class GraphPlan:
         root, name = param
         table = self.decisions[root]
         fqn, decision = table.lookup(call.module if call.root == root else "", [name])
-        return (f"{root}.{fqn}" if len(self.decisions) > 1 else fqn), decision, table.min_size
+        return (f"{root}.{fqn}" if root and len(self.decisions) > 1 else fqn), decision, table.min_size
 
 
 def make_plan(
-    gm: fx.GraphModule, recipe: Recipe, policy: Policy | Decisions, strict: bool, extra_key: str, save: str = "auto"
+    gm: fx.GraphModule,
+    recipe: Recipe,
+    policy: Policy | Decisions,
+    strict: bool,
+    extra_key: str,
+    save: str = "auto",
+    shared: bool = True,
 ) -> GraphPlan:
-    """Mark the calls of a Dynamo graph, name its parameters, resolve the policy on the module tree behind it.
+    """Mark the calls of a Dynamo graph, name its parameters, resolve the policy on the module trees behind it.
 
     ``extra_key`` is whatever else the compiled code depends on (Inductor settings, lowering); it goes into the digest.
+    ``shared``: whether torch may use the graph for other modules for which the same is decided.
     """
-    scope = _Scope()
-    params = {key: scope.parameter(source, value) for key, source, value in _parameters(gm)}
-    calls = _mark_calls(gm, scope)
-    decisions = {
-        root: policy if isinstance(policy, Decisions) else resolve(scope.modules[root], policy)
-        for root in sorted({root for root, _ in params.values()})
-    }
-    plan = GraphPlan(recipe, calls, params, decisions, strict, save)
+    scope = Scope(gm)
+    plan = GraphPlan(recipe, _mark_calls(gm, scope), scope.params, _decisions(scope, policy), strict, save)
     plan.digest = _digest(plan, extra_key)
+    plan.elsewhere = any(_rewritten_elsewhere(root, plan) for root in scope.roots)
+    _guard(scope, policy, shared)
+    _warn_of_nameless(scope, plan)
+    if isinstance(policy, Policy):
+        warn_unmatched(policy, [root.module for root in scope.roots], scope.nameless)
+        _warn_of_parts(scope.roots, policy)
     return plan
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+# --- calls -----------------------------------------------------------------------------------------------------------
 
 
-class _Scope:
-    """Splits Dynamo's source paths into (root, name below it), a root being the first module on the way.
-
-    Parameters that no module of the frame owns (handed to a compiled function by themselves, or kept in a plain
-    list) are gathered in a module of their own under the root "".
-    """
-
-    def __init__(self) -> None:
-        self._locals, self._globals = compat.root_scope()
-        self.modules: dict[str, nn.Module] = {}
-
-    def module(self, path: str) -> tuple[str, str]:
-        """(root, cleaned module name) of a module's source path; ("", "") if it hangs on nothing we see."""
-        root, names, _ = self._split(path)
-        return (root, clean_name(names)) if root else ("", "")
-
-    def parameter(self, source: str, value: torch.Tensor) -> tuple[str, str]:
-        """(root, cleaned parameter name) of a parameter's source path."""
-        root, names, module = self._split(source)
-        if module is not None and _has_parameter(module, names):
-            return root, clean_name(names)
-        name = (names if module is None else f"{root}.{names}").replace(".", "_")
-        loose = self.modules.setdefault("", nn.Module())
-        loose.register_parameter(name, nn.Parameter(torch.empty(value.dim() * [0], device="meta")))
-        return "", name
-
-    def _split(self, source: str) -> tuple[str, str, nn.Module | None]:
-        origin, path = compat.split_source(source)
-        if origin is None:
-            return "", path, None
-        value: Any = (self._locals if origin[0] == "L" else self._globals).get(origin[1])
-        label, parts = [origin[1]], path.split(".") if path else []
-        while not isinstance(value, nn.Module) and parts:
-            label.append(parts[0])
-            value = getattr(value, parts.pop(0), None)
-        if not isinstance(value, nn.Module):
-            return "", ".".join(label), None
-        root = ".".join(label)
-        self.modules[root] = value
-        return root, ".".join(parts), value
-
-
-def _has_parameter(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_parameter(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def _parameters(gm: fx.GraphModule) -> Iterator[tuple[int | str, str, torch.Tensor]]:
-    """(AOT input key, source path, fake value) of every parameter the graph reads, as an input or as an attribute."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for index, node in enumerate(placeholders):
-        value = node.meta.get("example_value")
-        if isinstance(value, nn.Parameter) or node.type is nn.Parameter:
-            yield index, compat.source_name(node) or node.name, value
-    for name, parameter in gm.named_parameters():
-        yield name, name, parameter
-
-
-def _mark_calls(gm: fx.GraphModule, scope: _Scope) -> list[Call]:
+def _mark_calls(gm: fx.GraphModule, scope: Scope) -> list[Call]:
     """Mark every call of the graph and of the bodies of its higher-order operators; equal calls share a number."""
     numbers: dict[Call, int] = {}
 
     def visit(module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
             if node.op in ("call_function", "call_method"):
-                path = compat.module_path(node)
-                root, name = scope.module(path) if path else ("", "")
+                root, name = scope.call(node)
                 compat.mark(node, numbers.setdefault(Call(root, name, _kind(node.target)), len(numbers)))
             elif node.op == "get_attr":
                 body = getattr(module, str(node.target), None)
@@ -224,6 +174,81 @@ def _mark_calls(gm: fx.GraphModule, scope: _Scope) -> list[Call]:
 def _kind(target: Any) -> str:
     """What the user called: linear, matmul, addmm, einsum ..."""
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _decisions(scope: Scope, policy: Policy | Decisions) -> dict[str, Decisions]:
+    """Root -> table; what no module owns has one together."""
+    tables = {root.label: _decide(policy, root.module) for root in scope.roots}
+    if scope.nameless:
+        # A plan's decisions are for modules, so nothing in them is meant for these.
+        tables[""] = decide_nameless(scope.nameless, policy if isinstance(policy, Policy) else Policy())
+    return tables
+
+
+def _decide(policy: Policy | Decisions, module: nn.Module) -> Decisions:
+    return policy if isinstance(policy, Decisions) else decide(module, policy)
+
+
+def _rewritten_elsewhere(root: Root, plan: GraphPlan) -> bool:
+    here, table = set(plan.params.values()), plan.decisions[root.label]
+    return any(
+        weight.is_weight
+        and (root.label, weight.name) not in here
+        and set(table.of_parameter(weight.name).precisions()) != {"bf16"}
+        for weight in root.tree.parameters
+    )
+
+
+def _guard(scope: Scope, policy: Policy | Decisions, shared: bool) -> None:
+    """Keep torch from using the graph where its decisions are not those of the modules in the frame."""
+    for borrowed in {id(one.step.value): one for one in scope.borrowed}.values():
+        if shared:
+            same = SameDecisions(borrowed, functools.partial(_decide, policy))
+            compat.guard_on(borrowed.step, same, "same FP4 decisions")
+        else:
+            compat.guard_on(borrowed.step, same_object(borrowed), "same object")
+
+
+def _warn_of_nameless(scope: Scope, plan: GraphPlan) -> None:
+    left = [
+        name
+        for name, value in scope.nameless.items()
+        if _may_be_weight(value) and plan.decisions[""].of_parameter(name).forward.reason == NAMELESS
+    ]
+    if left:
+        warnings.warn(
+            f"no module owns the parameters {', '.join(left)} of this graph: the policy's rules by name (output head, "
+            "first and last blocks, patterns) cannot hold for them, so they stay in high precision. To rewrite them, "
+            f"name them: Policy(include={['*', *left]!r}); or register them in the module that is compiled.",
+            Fp4Warning,
+            stacklevel=2,
+        )
+
+
+def _may_be_weight(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.dim() >= 2
+
+
+def _warn_of_parts(roots: list[Root], policy: Policy) -> None:
+    """A block that is compiled by itself does not know which it is, so the rule of first and last blocks is lost."""
+    for model in modules_around(inside=False)[-1:]:
+        tree = ModuleTree(model)
+        blocks = tree.find_blocks(policy.blocks)
+        first, last = policy.ends(len(blocks))
+        names = {root.module: tree.name_of(id(root.module)) for root in roots}
+        inside = [one for one, name in names.items() if name and {name, *ancestors(name)} & {*blocks}]
+        if inside and first + last:
+            warnings.warn(
+                f"{type(inside[0]).__name__} is compiled by itself and is in a block of {type(model).__name__}, of "
+                f"whose {len(blocks)} blocks the policy keeps the first {first} and the last {last} in bf16; which one "
+                "this is cannot be told, so none is kept. Decide for the whole model: plan = "
+                "fp4compile.prepare(model), then fp4compile.compile_blocks(model, plan)",
+                Fp4Warning,
+                stacklevel=2,
+            )
 
 
 # --- cache key -------------------------------------------------------------------------------------------------------

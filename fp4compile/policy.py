@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from torch import nn
@@ -125,11 +125,11 @@ class Policy:
         fields = (("include", self.include), ("skip", self.skip), ("overrides", dict(self._overrides)))
         return [(field, pattern) for field, patterns in fields for pattern in patterns]
 
-    def override(self, name: str, role: Role) -> Choice | None:
-        """The choice of the first override that names the role and matches the name."""
+    def override(self, name: str, role: Role, counts: Callable[[str], bool] | None = None) -> Choice | None:
+        """The choice of the first override that names the role and matches the name, of the patterns that count."""
         for pattern, roles in self._overrides:
             precision = dict(roles).get(role)
-            if precision is not None and matches(pattern, name):
+            if precision is not None and (counts is None or counts(pattern)) and matches(pattern, name):
                 return Choice(precision, f"override {pattern!r}")
         return None
 
@@ -158,9 +158,14 @@ def resolve(model: nn.Module, policy: Policy) -> Decisions:
     Warns (Fp4Warning) about a pattern that matches nothing. Raises ConfigError if ``first`` or ``last`` keeps
     blocks in bf16 and the model has no list of blocks.
     """
+    warn_unmatched(policy, [model])
+    return decide(model, policy)
+
+
+def decide(model: nn.Module, policy: Policy) -> Decisions:
+    """``resolve`` without a word about patterns, for a model that may be one of several."""
     tree = ModuleTree(model)
     blocks = tree.find_blocks(policy.blocks)
-    _warn_unmatched(policy, tree, blocks)
     if not blocks and (policy.first or policy.last):
         raise ConfigError(
             f"Policy(first={policy.first}, last={policy.last}) counts blocks and no list of blocks was "
@@ -183,6 +188,35 @@ def resolve(model: nn.Module, policy: Policy) -> Decisions:
     return Decisions(_table(parameters), _table(modules), tuple(aliases), _table(shared), policy.min_size)
 
 
+NAMELESS = "no module owns it, so no rule by name can hold; include it by this name"
+"""Why a parameter stays in bf16 that is handed to a function by itself."""
+
+
+def decide_nameless(names: Iterable[str], policy: Policy) -> Decisions:
+    """What ``policy`` decides for parameters that no module owns, by the names that a report gives them.
+
+    Rules by name (head, blocks, patterns for all) would be guesses: such a parameter stays in bf16, unless an override,
+    or an include pattern that is not for all, gives its name or the beginning of it.
+    """
+    return Decisions(_table({name: _decide_nameless(name, policy) for name in names}), (), min_size=policy.min_size)
+
+
+def _decide_nameless(name: str, policy: Policy) -> Decision:
+    excluded = _excluded(policy, name)
+    meant = [pattern for pattern in policy.include if matches(pattern, name) and _names(pattern)]
+    if excluded:
+        general = Choice("bf16", excluded)
+    else:
+        general = Choice("recipe", f"include {meant[0]!r}") if meant else Choice("bf16", NAMELESS)
+    overrides = (policy.override(name, role, _names) for role in ROLES)
+    return Decision(*(choice or general for choice in overrides))
+
+
+def _names(pattern: str) -> bool:
+    """Whether a pattern gives the name that it is for, or the beginning of it: no wildcard comes first."""
+    return not pattern.startswith(("*", "?", "["))
+
+
 class _Rules:
     """The policy's rules against the facts of one model: which block a name is in, and what a head looks
     like."""
@@ -202,7 +236,7 @@ class _Rules:
     def _general(self, name: str, owned: Sequence[NamedParameter]) -> Choice:
         reason = (
             self._no_matmul(owned)
-            or self._excluded(name)
+            or _excluded(self.policy, name)
             or (self._head(name, owned) if self.policy.keep_head else None)
             or self._end(name)
         )
@@ -211,13 +245,6 @@ class _Rules:
     def _no_matmul(self, owned: Sequence[NamedParameter]) -> str | None:
         kinds = [type(parameter.module).__name__ for parameter in owned if parameter.is_of_no_matmul]
         return f"{kinds[0]}, not a matmul" if kinds else None
-
-    def _excluded(self, name: str) -> str | None:
-        for pattern in self.policy.skip:
-            if matches(pattern, name):
-                return f"skip {pattern!r}"
-        included = any(matches(pattern, name) for pattern in self.policy.include)
-        return None if included else "not in include"
 
     def _head(self, name: str, owned: Sequence[NamedParameter]) -> str | None:
         if any(parameter.is_embedding for parameter in owned):
@@ -247,6 +274,14 @@ class _Rules:
         return next((self.index[part] for part in (name, *ancestors(name)) if part in self.index), None)
 
 
+def _excluded(policy: Policy, name: str) -> str | None:
+    for pattern in policy.skip:
+        if matches(pattern, name):
+            return f"skip {pattern!r}"
+    included = any(matches(pattern, name) for pattern in policy.include)
+    return None if included else "not in include"
+
+
 def _out_features(weight: NamedParameter) -> int:
     """Output features of the owner's matmul: its own word, else the rows, as in w [N, K]."""
     for attribute in ("out_features", "nf"):  # nf: the [in, out] Conv1D of GPT-2
@@ -256,14 +291,17 @@ def _out_features(weight: NamedParameter) -> int:
     return weight.value.shape[0]
 
 
-def _warn_unmatched(policy: Policy, tree: ModuleTree, blocks: Sequence[str]) -> None:
-    names = [name for name in tree.inner if name] + [parameter.name for parameter in tree.parameters]
+def warn_unmatched(policy: Policy, models: Iterable[nn.Module], nameless: Iterable[str] = ()) -> None:
+    """Warn (Fp4Warning) about each pattern that matches nothing in the models and no parameter beside them."""
+    trees = [ModuleTree(model) for model in models]
+    names = [name for tree in trees for name in (*filter(None, tree.inner), *(p.name for p in tree.parameters))]
+    names += nameless
     unmatched = [
         (field, pattern)
         for field, pattern in policy.patterns()
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
     ]
-    if policy.blocks is not None and not blocks:
+    if policy.blocks is not None and not any(tree.find_blocks(policy.blocks) for tree in trees):
         unmatched.append(("blocks", policy.blocks))
     for field, pattern in unmatched:
         close = _close_names(pattern, names)

@@ -16,6 +16,7 @@ from torch import fx, nn
 from .. import compat
 from ..backend import compile_graph
 from ..lowering.compiled import forget
+from ..modules import ModuleTree
 from ..options import Options, parse_options
 from ..plan import GraphPlan, LeftMatmul, SiteRecord
 from .report import Report, SavedBytes
@@ -49,7 +50,7 @@ def explain(
     baseline = _capture(model, args, kwargs, parsed.without_rewriting(), run=gpu is None)
     return Report(
         sites=tuple(_sites(captures)),
-        matmuls_left=tuple(_left(captures)),
+        matmuls_left=(*_left(captures), *_uncaptured(model, captures)),
         saved_for_backward=SavedBytes(
             tensors=tuple(_saved(captures)), baseline_bytes=sum(one.bytes for one in _saved(baseline))
         ),
@@ -127,6 +128,7 @@ def _capture(
             extra_patches=compat.CAPTURE_PATCHES,
             on_joint=capture.keep_joint,
             on_plan=capture.keep_plan,
+            shared=False,
         )
 
     torch.compiler.reset()
@@ -165,6 +167,17 @@ def _left(captures: list[_Capture]) -> Iterator[LeftMatmul]:
     for capture in captures:
         if capture.plan and capture.plan.outcome:
             yield from capture.plan.outcome.left
+
+
+def _uncaptured(model: nn.Module, captures: list[_Capture]) -> Iterator[LeftMatmul]:
+    """Weights that a matmul may read and no graph does."""
+    tree = ModuleTree(model)
+    read = {name for capture in captures if capture.plan for _, name in capture.plan.params.values()}
+    owners = {id(named.value) for named in tree.parameters if named.name in read}
+    reason = "in no captured graph: not called, or run eagerly by torch after a graph break"
+    for named in tree.parameters:
+        if named.is_weight and id(named.value) not in owners:
+            yield LeftMatmul(named.site, "weight", reason)
 
 
 def _saved(captures: list[_Capture]) -> Iterator[SavedTensor]:
