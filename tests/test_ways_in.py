@@ -30,6 +30,8 @@ from fp4compile.recipe import ROLES
 POLICY = Policy(first=1, last=2, skip=["layers.2.mid"], overrides={"layers.3.down": {"dgrad": "bf16"}})
 OPTIONS = {"recipe": Recipe.nvidia(stochastic=()), "policy": POLICY}
 
+WAYS_IN = WAYS | PARTS
+
 Table = dict[str, tuple[tuple[str, str], ...]]
 
 
@@ -92,7 +94,7 @@ def trained() -> dict[str, Tensor]:
 
 def entry(way: str) -> tuple[Model, Entry]:
     model = make()
-    return model, (WAYS | PARTS)[way](model)
+    return model, WAYS_IN[way](model)
 
 
 def test_the_measure_has_every_kind_of_decision() -> None:
@@ -178,7 +180,7 @@ def test_module_compile_decides_as_torch_compile_does(way: str) -> None:
 def test_a_plan_made_before_wrapping_decides_as_torch_compile_does(way: str, whole: bool) -> None:
     model = make()
     plan = fp4compile.prepare(model, OPTIONS["recipe"], POLICY)  # type: ignore[arg-type]
-    function, _ = (WAYS | PARTS)[way](model)
+    function, _ = WAYS_IN[way](model)
     with interpreted() as plans:
         if whole:
             found = step(torch.compile(function, backend="nvfp4", options=plan.options), model)
@@ -217,14 +219,13 @@ def test_a_graph_is_not_used_for_a_model_that_decides_otherwise() -> None:
     """The blocks are of one class, and only in the model that they are in do they differ."""
     options = {**OPTIONS, "policy": Policy(last=2)}
 
-    def trained_after(*models: Model) -> dict[str, Tensor]:
+    def trained_in(way: str, *models: Model) -> dict[str, Tensor]:
         with interpreted():
             for model in models:
-                function, _ = PARTS["break_in_blocks"](model)
-                found = step(torch.compile(function, backend="nvfp4", options=options), model)
+                found = step(torch.compile(WAYS_IN[way](model)[0], backend="nvfp4", options=options), model)
         return found
 
-    assert same_bits(trained_after(make(6), make(3)), trained_after(make(3)))
+    assert same_bits(trained_in("break_in_blocks", make(6), make(3)), trained_in("itself", make(3)))
 
 
 def loose(weights: dict[str, Tensor], x: Tensor) -> Tensor:
