@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
@@ -184,7 +184,7 @@ class SameDecisions:
         self._expected = self._decided(borrowed.step.value)
 
     def __call__(self, value: Any) -> bool:
-        decided = self._decided(value)
+        decided = self._decided(value) if isinstance(value, (nn.Module, Tensor)) else None
         return decided is not None and decided == self._expected
 
     def _decided(self, value: Any) -> Decisions | Decision | None:
