@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 DIM, HIDDEN, VOCABULARY = 32, 64, 96
@@ -318,9 +319,10 @@ def data_parallel_in_buckets(model: nn.Module) -> Entry:
 
 @in_parts
 def fully_sharded(model: nn.Module) -> Entry:
+    mesh = init_device_mesh("cpu", (1,))
     for block in model.layers:  # type: ignore[union-attr]
-        fully_shard(block)
-    return fully_shard(model), ()
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh), ()
 
 
 @way
