@@ -8,12 +8,13 @@ STAMP := $(VENV)/.stamp
 TORCH_PIN = $(shell grep '^torch==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test demo bench clean
+.PHONY: help venv lint test zoo demo bench clean
 
 help:
 	@echo "make venv    an environment in $(VENV), at the versions of $(CONSTRAINTS)"
 	@echo "make lint    ruff and mypy"
-	@echo "make test    every test"
+	@echo "make test    every test, with some models of the zoo"
+	@echo "make zoo     every model of the zoo (tests/zoo), and a table of what became of each"
 	@echo "make demo    train a small GPT in bf16 and in NVFP4, write the comparison to demo/"
 	@echo "make bench   every benchmark, JSON under benchmarks/results/"
 	@echo "make clean   remove what the other targets made"
@@ -25,7 +26,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet '$(TORCH_PIN)'
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples]'
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples,zoo]'
 	@touch $@
 
 lint: venv
@@ -35,7 +36,10 @@ lint: venv
 
 # One thread in each of the two workers: two OpenMP teams on the same cores wait for each other.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not zoo'
+
+zoo: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/zoo
 
 # Waiting threads sleep: where the cores have other work too, spinning ones make a step many times slower.
 demo: venv

@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -163,6 +164,11 @@ class ModuleTree:
         """
         return self._matching_blocks(pattern) if pattern is not None else self._largest_list()
 
+    @cached_property
+    def listed(self) -> frozenset[str]:
+        """The blocks of every list of the model: also of an encoder's where the decoder's list is the larger."""
+        return frozenset(block for blocks, _ in self._lists() for block in blocks)
+
     def _matching_blocks(self, pattern: str) -> tuple[str, ...]:
         matching = {name: None for name in self.inner if fnmatch.fnmatchcase(name, pattern)}
         outermost = [name for name in matching if not any(ancestor in matching for ancestor in ancestors(name))]
@@ -176,20 +182,21 @@ class ModuleTree:
         return tuple(self._distinct(names))
 
     def _largest_list(self) -> tuple[str, ...]:
-        best: tuple[str, ...] = ()
-        most = 0
+        return max(self._lists(), key=lambda found: found[1], default=((), 0))[0]
+
+    def _lists(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        """The blocks of every list that may be one of blocks, and the elements in matmul weights of those of one
+        class."""
         for name, module in self.inner.items():
             if not isinstance(module, (*_LISTS, nn.Sequential)):
                 continue
             blocks = self._distinct(child for child in self._children.get(name, ()) if self._may_be_block(child))
             classes = Counter(type(self.inner[block]) for block in blocks)
             kind, count = classes.most_common(1)[0] if classes else (None, 0)
-            alike = [block for block in blocks if type(self.inner[block]) is kind]
-            elements = sum(self._elements[block] for block in alike)
-            if count >= 2 and elements > most:
-                most = elements
-                best = tuple(alike if isinstance(module, nn.Sequential) else blocks)
-        return best
+            if count >= 2:
+                alike = [block for block in blocks if type(self.inner[block]) is kind]
+                elements = sum(self._elements[block] for block in alike)
+                yield tuple(alike if isinstance(module, nn.Sequential) else blocks), elements
 
     def _may_be_block(self, name: str) -> bool:
         return bool(self._elements[name]) and not isinstance(self.inner[name], _LISTS)

@@ -70,8 +70,8 @@ class Policy:
 
     keep_head: bool = True
     """Whether embeddings and the output head stay bf16. The head is a weight outside the blocks that is tied
-    to an embedding, has as many output features as an embedding has entries, or is called by one of
-    HEAD_NAMES."""
+    to an embedding, has as many output features as an embedding has entries (unless it is inside a block of another
+    list: an encoder's layers may be as wide as a table of positions is long), or is called by one of HEAD_NAMES."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "include", _patterns("include", self.include))
@@ -226,6 +226,7 @@ class _Rules:
         self.index = {name: index for index, name in enumerate(blocks)}
         embeddings = [parameter for parameter in tree.parameters if parameter.is_embedding]
         self.vocabularies = {parameter.value.shape[0] for parameter in embeddings}
+        self.listed = tree.listed
         self.embedding_of = {id(parameter.value): parameter.owner for parameter in embeddings}
 
     def decide(self, name: str, owned: Sequence[NamedParameter]) -> Decision:
@@ -255,7 +256,8 @@ class _Rules:
             embedding = self.embedding_of.get(id(weight.value))
             if embedding is not None:
                 return f"output head: tied to {embedding}"
-            if weight.is_weight and _out_features(weight) in self.vocabularies:
+            in_list = not self.listed.isdisjoint(ancestors(weight.owner))
+            if weight.is_weight and not in_list and _out_features(weight) in self.vocabularies:
                 return f"output head: {_out_features(weight)} outputs, like an embedding"
         last = site_name(name).rpartition(".")[2]
         return f"output head: called {last}" if last in HEAD_NAMES else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import DIM, GPT, VOCABULARY, Block, Conv1D, Experts, Functional, Mixer
+from small_models import DIM, GPT, HIDDEN, VOCABULARY, Block, Conv1D, Experts, Functional, Mixer
 from torch import nn
 
 from fp4compile.errors import ConfigError, Fp4Warning, RewriteError
@@ -274,6 +274,21 @@ def test_a_linear_of_vocabulary_size_inside_a_block_is_no_head() -> None:
     model = GPT()
     model.layers[0].head = nn.Linear(DIM, VOCABULARY)
     assert precisions(resolve(model, Policy()), "layers.0.head.weight") == RECIPE
+
+
+def test_a_linear_inside_the_blocks_of_another_list_is_no_head_by_its_outputs() -> None:
+    model = nn.Module()
+    model.positions = nn.Embedding(HIDDEN, DIM)  # as many as the blocks' wide layer has outputs
+    model.encoder = nn.ModuleList(Block() for _ in range(2))
+    model.decoder = nn.ModuleList(Block() for _ in range(3))
+    decisions = resolve(model, Policy())
+    assert {precisions(decisions, f"encoder.{i}.up.weight") for i in range(2)} == {RECIPE}
+
+
+def test_heads_in_a_list_are_known_by_their_outputs() -> None:
+    model = GPT()
+    model.heads = nn.ModuleList(nn.Linear(DIM, VOCABULARY) for _ in range(2))
+    assert reason(resolve(model, Policy()), "heads.1.weight") == f"output head: {VOCABULARY} outputs, like an embedding"
 
 
 def test_an_in_out_weight_is_a_head_by_its_outputs_and_not_by_its_inputs() -> None:
