@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import fx
 
 from .. import compat
+from ..errors import ConfigError, Fp4Warning
 from ..graph import emit, has_row_scales
 from . import template
 from .ahead import compile_ahead
@@ -18,15 +21,33 @@ from .cuda import CUDA, IMPLEMENTATIONS, TUNED
 from .emulate import emulate, times_rows
 from .fold import TILED, fold, fold_rows
 from .produce import produce
-from .targets import has_kernels, target_of
+from .product import Choice, Product, choose_product
+from .targets import capability_of, has_kernels, multiplies_fp4, target_of
+
+log = logging.getLogger(__name__)
 
 SCALED_MM = torch.ops.fp4.scaled_mm.default
 PRODUCTS = (SCALED_MM, torch.ops.fp4.decoded_mm.default)
 """Operators that do not only launch kernels: cuBLAS does not run on fake tensors."""
 
 
-def lower(graph: fx.Graph) -> None:
-    """Give every fp4 operator of a partitioned graph the implementation of its device, in place."""
+def refuse_product(graph: fx.Graph, product: str) -> None:
+    """Raise where an option ``product`` other than "auto" means nothing: no tensor core multiplies FP4."""
+    devices = {_device(node) for node in graph.find_nodes(op="call_function", target=SCALED_MM)}
+    for device in sorted(devices, key=str):
+        if product != "auto" and not multiplies_fp4(device):
+            raise ConfigError(
+                f"option 'product' is {product!r}, but no tensor core of {device} multiplies FP4 "
+                f"({target_of(device).reason}); leave it 'auto', or use a GPU that does, such as B200"
+            )
+
+
+def lower(graph: fx.Graph, product: str = "auto") -> None:
+    """Give every fp4 operator of a partitioned graph the implementation of its device, in place.
+
+    product: what multiplies packed operands where tensor cores do, the option of that name.
+    """
+    unfit: dict[str, None] = {}
     emulate(graph, [node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if _is_emulated(node)])
     produce(graph, _runs_kernels)
     fold(graph, _runs_kernels)
@@ -37,10 +58,19 @@ def lower(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             elif node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
-                _to_native(graph, node)
+                chosen, choice = _choose(node, product)
+                if choice.unfit and product == "cublas":
+                    unfit[f"{chosen} ({choice.reason})"] = None
+                _to_native(graph, node, choice.kernel)
             else:
                 _to_twin(node)
     graph.lint()
+    if unfit:
+        warnings.warn(
+            f"option 'product' is 'cublas', but the Triton template multiplies what cuBLAS cannot: {'; '.join(unfit)}",
+            Fp4Warning,
+            stacklevel=2,
+        )
 
 
 def _is_emulated(product: fx.Node) -> bool:
@@ -66,16 +96,29 @@ def _twins(lowering: str) -> dict[Any, Any]:
     return COMPILED if lowering == "compiled" else {}
 
 
-def _to_native(graph: fx.Graph, node: fx.Node) -> None:
-    """A product of tiled operands becomes the template, which Inductor writes together with what follows: with the
-    scales of rows, too."""
+def _choose(node: fx.Node, asked: str) -> tuple[Product, Choice]:
+    """A product of tiled operands, and what multiplies it."""
+    a, b = (node.args[place].meta["val"].shape for place in (0, 4))  # type: ignore[union-attr]
+    out_dtype = torch.float32 if has_row_scales(node) else node.args[8]
+    product = Product(a[0], b[0], 2 * a[1], 2 * b[1], node.args[3], out_dtype)  # type: ignore[arg-type]
+    capability, cuda = capability_of(_device(node)), tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    assert capability is not None
+    choice = choose_product(asked, product, capability, cuda, compat.autotunes_products())  # type: ignore[arg-type]
+    log.debug("product %s: %s (%s)", product, choice.kernel, choice.reason)
+    return product, choice
+
+
+def _to_native(graph: fx.Graph, node: fx.Node, kernel: str) -> None:
+    """A product of tiled operands becomes one operator for the template, which Inductor writes together with what
+    follows (with the scales of rows, too), and for cuBLAS."""
     template.register()
     a, a_scales, a_amax, format, b, b_scales, b_amax, _, out_dtype, _ = node.args
     if not has_row_scales(node):
-        node.target, node.args = template.OPERATOR, (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype)
+        arguments = (a, a_scales, a_amax, b, b_scales, b_amax, format, out_dtype, kernel)
+        node.target, node.args = template.OPERATOR, arguments
         return
     with graph.inserting_before(node):
-        arguments = (a, a_scales, None, b, b_scales, b_amax, format, torch.float32)
+        arguments = (a, a_scales, None, b, b_scales, b_amax, format, torch.float32, kernel)
         product = emit(graph, node, template.OPERATOR, *arguments)
         result = times_rows(graph, node, product, a_amax, out_dtype)  # type: ignore[arg-type]
     node.replace_all_uses_with(result)
