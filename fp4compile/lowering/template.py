@@ -2,12 +2,14 @@
 
 ``fp4_native::gemm`` is the product of operands whose scales are in 128x4 tiles (kernels/gemm.py describes them). Called
 eagerly it launches that kernel. In a compiled graph Inductor writes the same loop itself, as one kernel with the
-pointwise operations that follow, and picks the configuration by measurement under max-autotune. The descriptors of
-operands are made in the kernel, once for a program that stays for many tiles. torch 2.13 rounds the product to its
-dtype before the epilogue, torch 2.11 hands over the float32 accumulator.
+pointwise operations that follow, and picks the configuration and schedule by measurement under max-autotune. The
+descriptors of operands are made in the kernel, once for a program that stays for many tiles. torch 2.13 rounds the
+product to its dtype before the epilogue, torch 2.11 hands over the float32 accumulator.
 
-These stay the eager call: empty operands, operands whose rows are not known to be multiples of 16 bytes apart, as TMA
-needs, and devices for which Triton needs options (gemm.compile_options) that a template cannot pass on.
+Its argument ``kernel`` says whether cuBLAS (cublas_fp4.py) multiplies in the template's place, or both are measured:
+product.py decides. Of what the template multiplies, these stay the eager call: empty operands, operands whose rows are
+not known to be multiples of 16 bytes apart, as TMA needs, and devices for which Triton needs options
+(gemm.compile_options) that a template cannot pass on.
 """
 
 from __future__ import annotations

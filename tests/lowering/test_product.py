@@ -283,6 +283,24 @@ def test_a_second_gpu_of_a_process_is_refused_where_pytorch_has_one_factor_for_a
         cublas_fp4._check_device(second)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT])
+def test_on_a_device(dtype: torch.dtype) -> None:
+    """Codes times one scale, in sums below 2^24 units: exact in any order, and factor and cast are rounded once."""
+    if torch.cuda.get_device_capability() not in CAPABILITIES:
+        pytest.skip("cuBLAS has no FP4 product here")
+    random = torch.Generator().manual_seed(5)
+    for m, n, k in ((1, 16, 32), (129, 144, 320), (300, 512, 2048)):
+        x, w = (torch.randint(-6, 7, (rows, k), generator=random).float() for rows in (m, n))
+        x[:, ::16] = w[:, ::16] = 6
+        left, right = quantized(x), quantized(w)
+        (a, a_s, a_m), (b, b_s, b_m) = (tuple(each.cuda() for each in tiled(one)) for one in (left, right))
+        out = torch.empty(m, n, dtype=dtype, device="cuda")
+        cublas_fp4.scaled_mm_out(a, a_s, b, b_s, b_m, a_m, out=out)
+        assert torch.equal(out.cpu(), fp4.scaled_mm(*left, "nvfp4", *right, "nvfp4", dtype)), (m, n, k)
+
+
 # --- in a compiled graph ---------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,10 @@ may count as 0 on sm_90a, which has no such instruction and multiplies the decod
 | tiles | one a tile | loads run ahead of the products |
 | specialized | one a tile | loads, products and the rest by warps of their own |
 | persistent | one a multiprocessor | the same over all its tiles: a tile is stored while the next is multiplied |
+
+Where nothing is measured it is "tiles"; the template of a graph (lowering/template.py) has the same, and max-autotune
+measures all. No schedule has two CTAs: Triton 3.6 to 3.9 compile no ``tl.dot_scaled`` with ``num_ctas=2``
+(https://github.com/triton-lang/triton/issues/7982).
 """
 
 from __future__ import annotations
