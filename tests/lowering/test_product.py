@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 from test_template import BF16, CODES, FLOAT, SCALES, operands, quantized, tiled
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional
 
 from fp4compile import backend, compat, lowering
@@ -96,15 +98,11 @@ def test_cublas_never_gets_what_it_cannot_take(one: Product, asked: str, measure
 
 def test_a_batch_of_any_size_is_taken_and_adds_no_guard() -> None:
     """Rows of x in the forward are K in wgrad: of a batch times 1024 tokens it is known to be a multiple of 32."""
-    environment = torch.fx.experimental.symbolic_shapes.ShapeEnv()
-    with torch._subclasses.fake_tensor.FakeTensorMode(shape_env=environment) as mode:
-        x = mode.from_tensor(
-            torch.empty(8, 4, device="meta"),
-            symbolic_context=torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext(
-                dynamic_sizes=[torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC] * 2
-            ),
-        )
-        batch = x.shape[0]
+    environment = ShapeEnv()
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
+    mode = FakeTensorMode(shape_env=environment)
+    (batch,) = mode.from_tensor(torch.empty(8), static_shapes=False, symbolic_context=dynamic).shape
+    assert isinstance(batch, torch.SymInt)
     assert unfit(Product(batch, 512, 512, 512, "nvfp4", BF16)) is None
     assert unfit(Product(512, 512, 1024 * batch, 1024 * batch, "nvfp4", BF16)) is None
     assert unfit(Product(512, 512, batch, batch, "nvfp4", BF16)) == "K is not known to be a multiple of 32"
@@ -248,14 +246,14 @@ def test_what_the_operator_refuses_when_it_is_traced_and_when_it_is_called(
         with pytest.raises(ConfigError, match=words):
             cublas_fp4.scaled_mm_out(**given)  # type: ignore[arg-type]
         return
-    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+    with FakeTensorMode() as mode:
         fakes = {name: one if one is None else mode.from_tensor(one) for name, one in given.items()}
         with pytest.raises(ConfigError, match=words):
             cublas_fp4.OPERATOR(**fakes)
 
 
 def test_what_the_operator_takes_when_it_is_traced() -> None:
-    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+    with FakeTensorMode() as mode:
         for one in (arguments(), arguments(dtype=FLOAT), arguments() | {"a_amax": None}):
             fakes = {name: value if value is None else mode.from_tensor(value) for name, value in one.items()}
             assert cublas_fp4.OPERATOR(**fakes) is None
