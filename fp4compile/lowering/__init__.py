@@ -19,9 +19,9 @@ from .ahead import compile_ahead
 from .compiled import COMPILED
 from .cuda import CUDA, IMPLEMENTATIONS, TUNED
 from .emulate import emulate, times_rows
-from .fold import TILED, fold, fold_rows
+from .fold import fold, fold_rows, is_tiled
 from .produce import produce
-from .product import Choice, Product, choose_product
+from .product import Choice, Product, choose_product, product_of
 from .targets import capability_of, has_kernels, multiplies_fp4, target_of
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ def lower(graph: fx.Graph, product: str = "auto") -> None:
 
     product: what multiplies packed operands where tensor cores do, the option of that name.
     """
-    unfit: dict[str, None] = {}
     emulate(graph, [node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if _is_emulated(node)])
+    templates = _multiply(graph, product)
     produce(graph, _runs_kernels)
     fold(graph, _runs_kernels)
     fold_rows(graph)
@@ -57,25 +57,47 @@ def lower(graph: fx.Graph, product: str = "auto") -> None:
             if node.target is torch.ops.fp4.anchor.default:  # it has held what it had to in the partition
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
-            elif node.target is SCALED_MM and len(node.args) > TILED and node.args[TILED]:
-                chosen, choice = _choose(node, product)
-                if choice.unfit and product == "cublas":
-                    unfit[f"{chosen} ({choice.reason})"] = None
-                _to_native(graph, node, choice.kernel)
+            elif node in templates:
+                _to_native(graph, node, templates[node])
             else:
                 _to_twin(node)
     graph.lint()
+
+
+def _multiply(graph: fx.Graph, asked: str) -> dict[fx.Node, str]:
+    """Choose what multiplies tiled operands. cuBLAS is put in place: what follows it is a kernel like any other. The
+    rest is given back, with what each gets: a template has an epilogue, which nothing may be taken from before."""
+    templates: dict[fx.Node, str] = {}
+    unfit: dict[str, None] = {}
+    for node in filter(is_tiled, graph.find_nodes(op="call_function", target=SCALED_MM)):
+        product, choice = _choose(node, asked)
+        if choice.unfit and asked == "cublas":
+            unfit[f"{product} ({choice.reason})"] = None
+        if choice.kernel == "cublas":
+            _to_native(graph, node, choice.kernel)
+        else:
+            templates[node] = choice.kernel
     if unfit:
         warnings.warn(
             f"option 'product' is 'cublas', but the Triton template multiplies what cuBLAS cannot: {'; '.join(unfit)}",
             Fp4Warning,
             stacklevel=2,
         )
+    return templates
+
+
+def _choose(node: fx.Node, asked: str) -> tuple[Product, Choice]:
+    """A product of tiled operands, and what multiplies it."""
+    product, capability = product_of(node), capability_of(_device(node))
+    assert capability is not None
+    major, minor = map(int, (torch.version.cuda or "0.0").split(".")[:2])
+    choice = choose_product(asked, product, capability, (major, minor), compat.autotunes_products())
+    log.debug("product %s: %s (%s)", product, choice.kernel, choice.reason)
+    return product, choice
 
 
 def _is_emulated(product: fx.Node) -> bool:
-    tiled = len(product.args) > TILED and product.args[TILED]
-    return not tiled and _runs_kernels(_device(product))
+    return not is_tiled(product) and _runs_kernels(_device(product))
 
 
 def _runs_kernels(device: torch.device) -> bool:
@@ -94,18 +116,6 @@ def _twins(lowering: str) -> dict[Any, Any]:
     if lowering == "kernels":
         return TUNED if compat.autotunes_products() else CUDA
     return COMPILED if lowering == "compiled" else {}
-
-
-def _choose(node: fx.Node, asked: str) -> tuple[Product, Choice]:
-    """A product of tiled operands, and what multiplies it."""
-    a, b = (node.args[place].meta["val"].shape for place in (0, 4))  # type: ignore[union-attr]
-    out_dtype = torch.float32 if has_row_scales(node) else node.args[8]
-    product = Product(a[0], b[0], 2 * a[1], 2 * b[1], node.args[3], out_dtype)  # type: ignore[arg-type]
-    capability, cuda = capability_of(_device(node)), tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    assert capability is not None
-    choice = choose_product(asked, product, capability, cuda, compat.autotunes_products())  # type: ignore[arg-type]
-    log.debug("product %s: %s (%s)", product, choice.kernel, choice.reason)
-    return product, choice
 
 
 def _to_native(graph: fx.Graph, node: fx.Node, kernel: str) -> None:

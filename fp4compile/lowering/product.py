@@ -17,8 +17,10 @@ import dataclasses
 from typing import Literal
 
 import torch
+from torch import fx
 
 from .. import compat
+from ..graph import has_row_scales
 from .kernels import gemm
 
 Kernel = Literal["cublas", "triton", "both"]
@@ -48,6 +50,14 @@ class Product:
     def __str__(self) -> str:
         dtype = str(self.out_dtype).removeprefix("torch.")
         return f"[{self.m}, {self.k}] x [{self.n}, {self.right_k}] transposed, {self.format} to {dtype}"
+
+
+def product_of(node: fx.Node) -> Product:
+    """Of a ``scaled_mm`` of operands in one format. With a scale a row the kernel writes float32, which is multiplied
+    afterwards."""
+    a, b = (node.args[place].meta["val"].shape for place in (0, 4))  # type: ignore[union-attr]
+    out_dtype = torch.float32 if has_row_scales(node) else node.args[8]
+    return Product(a[0], b[0], 2 * a[1], 2 * b[1], node.args[3], out_dtype)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

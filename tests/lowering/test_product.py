@@ -346,6 +346,19 @@ def test_cublas_writes_into_inductors_buffer_and_one_kernel_follows(option: str,
     assert code.count("empty_strided_cuda(") == 1 + by_rows and code.count("torch.float32") == by_rows
 
 
+@pytest.mark.parametrize(("option", "folds"), [("cublas", True), ("triton", False)])
+def test_the_kernel_behind_cublas_finds_the_amax_of_what_it_computes(option: str, folds: bool) -> None:
+    """Behind the template it would take the epilogue from it."""
+
+    def activated(*inputs: Any) -> Any:
+        y = gated(*inputs)
+        return y, fp4.amax(y)
+
+    inputs = [*operands(1024, 512, 2048), ((512,), BF16), ((1024, 512), BF16)]
+    code = fake_gpu.generated(activated, inputs, functools.partial(lowering.lower, product=option))
+    assert ("fp4_cuda.amax" in code) != folds
+
+
 def test_max_autotune_measures_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """The template in every schedule, and the operator, by a name that a process has which compiles nothing."""
     from torch._inductor import select_algorithm
