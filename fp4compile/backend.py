@@ -12,7 +12,7 @@ from torch import fx
 
 from . import compat, ops  # noqa: F401  (ops registers the operators)
 from .errors import Fp4Warning
-from .lowering import lower, lowering_key
+from .lowering import lower, lowering_key, refuse_product
 from .options import Options, parse_options
 from .passes import run_joint_passes
 from .plan import GraphPlan, make_plan
@@ -34,10 +34,13 @@ def nvfp4(
         save: what wgrad's input is kept as: "auto" (the partitioner weighs bytes), "packed" (in 4 bits wherever nothing
         else keeps it in bf16: nothing is quantized again) or "recompute" (what bf16 would keep: it is quantized in the
         backward). strict: True: a graph that cannot be rewritten is an error; False: it stays as it is, with one
-        warning.
+        warning. product: what multiplies packed operands where tensor cores do (Blackwell): "auto" (cuBLAS what it
+        can take, the Triton template the rest; ``mode="max-autotune"`` measures both), "cublas" (without measuring; a
+        warning names what it cannot take) or "triton". The log "fp4compile.lowering" has the reason of each choice, at
+        level DEBUG.
 
     Raises:
-        ConfigError: an option is unknown or has a value of the wrong kind.
+        ConfigError: an option is unknown, has a value of the wrong kind or cannot be honoured on this device.
         RewriteError, UnsupportedDtypeError: the graph cannot be rewritten and ``strict`` is True.
     """
     parsed = parse_options(options, mode)
@@ -65,19 +68,21 @@ def compile_graph(
     plan = make_plan(gm, options.recipe, options.policy, options.strict, key, options.save, shared)
     if on_plan is not None:
         on_plan(plan)
-    joint = functools.partial(_joint, plan=plan, look=on_joint)
+    joint = functools.partial(_joint, plan=plan, product=options.product, look=on_joint)
     patches = {
         **options.inductor,
         compat.JOINT_PASS: compat.GraphPass(compat.JOINT_PASS, joint, f"{plan.digest} joint"),
         **(extra_patches or {}),
     }
-    return compat.compile_fx(gm, example_inputs, patches, inner_compile or compat.inner_compile_after(lower))
+    lowering = functools.partial(lower, product=options.product)
+    return compat.compile_fx(gm, example_inputs, patches, inner_compile or compat.inner_compile_after(lowering))
 
 
-def _joint(graph: fx.Graph, plan: GraphPlan, look: Callable[[str, fx.Graph], None] | None) -> None:
+def _joint(graph: fx.Graph, plan: GraphPlan, product: str, look: Callable[[str, fx.Graph], None] | None) -> None:
     if look is not None:
         look("joint_before", graph)
     run_joint_passes(graph, plan)
+    refuse_product(graph, product)
     if look is not None:
         look("joint_after", graph)
 

@@ -31,6 +31,7 @@ from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 SUPPORTED = ((2, 11), (2, 15))
 """Torch versions the package is made for: at least the first, below the second."""
@@ -408,21 +409,48 @@ def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     register(operator, type_promotion_kind=None)(lower)
 
 
-def lower_by_template(
-    template: Any, name: str, inputs: Sequence[Any], size: Sequence[Any], dtype: torch.dtype, choices: Sequence[Any]
-) -> Any:
-    """The contiguous result of a template, by the fastest of ``choices`` (its constants) if there are several.
+SCALED_MM_OUT = torch.ops.aten._scaled_mm_v2.out
+"""(A, B, A's scales, their recipes and swizzles, the same of B, bias, out_dtype, *, out): lowering/cublas_fp4.py."""
 
-    Inputs of more than two dimensions are made contiguous, the others stay as they are.
+
+@functools.cache
+def _called_by_name(operator: Any) -> Any:
+    """A choice of Inductor's that calls an operator with ``out=``, in generated code by its name in ``torch.ops``.
+
+    Inductor's own name for it, in ``extern_kernels``, is not there in a process that takes the code from a cache.
+    """
+    from torch._inductor.select_algorithm import ExternKernelChoice
+
+    class Called(ExternKernelChoice):
+        def call_name(self) -> str:
+            return f"torch.ops.{operator}"
+
+    return Called(operator, name=str(operator).replace(".", "_"))
+
+
+def lower_by_template(
+    template: Any,
+    name: str,
+    inputs: Sequence[Any],
+    size: Sequence[Any],
+    dtype: torch.dtype,
+    choices: Sequence[Any],
+    operators: Sequence[Any] = (),
+) -> Any:
+    """The contiguous result of a template or an operator, by the fastest of ``choices`` (the template's constants) and
+    of ``operators``, which take the inputs and ``out``, if there are several.
+
+    Inputs of more than two dimensions, and all of an operator, are made contiguous, the others stay as they are.
     """
     from torch._inductor import ir
     from torch._inductor.select_algorithm import autotune_select_algorithm, realize_inputs
 
     realized = [
-        ir.ExternKernel.require_contiguous(box) if len(box.get_size()) > 2 else realize_inputs(box) for box in inputs
+        ir.ExternKernel.require_contiguous(box) if operators or len(box.get_size()) > 2 else realize_inputs(box)
+        for box in inputs
     ]
     layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size))
-    callers: list[Any] = []
+    callers: list[Any] = [_called_by_name(operator).bind(realized, layout) for operator in operators]
     for constants in choices:
         refused = template.maybe_append_choice(callers, input_nodes=realized, layout=layout, **constants)
         if refused is not None and len(choices) == 1:
@@ -453,6 +481,16 @@ def lowered_size_hint(size: Any) -> int:
     from torch._inductor.virtualized import V
 
     return int(V.graph.sizevars.optimization_hint(size, fallback=8192))
+
+
+def known_multiple(size: int | torch.SymInt, of: int) -> bool:
+    """Whether a size of a graph is known to be a multiple; adds no guard."""
+    return statically_known_true(size % of == 0)
+
+
+def known_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes of a graph are known to be equal; adds no guard."""
+    return statically_known_true(one == other)
 
 
 def autotunes_products() -> bool:

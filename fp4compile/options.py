@@ -14,8 +14,9 @@ from .errors import ConfigError
 from .policy import Policy
 from .recipe import Recipe
 
-KNOWN = ("recipe", "policy", "mode", "inductor", "strict", "save")
+KNOWN = ("recipe", "policy", "mode", "inductor", "strict", "save", "product")
 SAVES = ("auto", "packed", "recompute")
+PRODUCTS = ("auto", "cublas", "triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Options:
     inductor: Mapping[str, Any]
     strict: bool
     save: str = "auto"
+    product: str = "auto"
 
     def without_rewriting(self) -> Options:
         """The same compilation with every matmul as the model has it."""
@@ -34,7 +36,8 @@ class Options:
 
     def key(self) -> str:
         """What of the options is not in the plan's digest otherwise."""
-        return json.dumps([self.save, {name: repr(value) for name, value in sorted(self.inductor.items())}])
+        inductor = {name: repr(value) for name, value in sorted(self.inductor.items())}
+        return json.dumps([self.save, self.product, inductor])
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -58,12 +61,16 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     save = options.get("save", "auto")
     if save not in SAVES:
         raise ConfigError(f"option 'save' must be one of {', '.join(map(repr, SAVES))}, not {save!r}")
+    product = options.get("product", "auto")
+    if product not in PRODUCTS:
+        raise ConfigError(f"option 'product' must be one of {', '.join(map(repr, PRODUCTS))}, not {product!r}")
     return Options(
         recipe=Recipe.of(options.get("recipe")),
         policy=as_policy(options.get("policy")),
         inductor=_inductor(options.get("mode", mode), options.get("inductor")),
         strict=strict,
         save=save,
+        product=product,
     )
 
 

@@ -53,7 +53,7 @@ def interpreted() -> Iterator[list[GraphPlan]]:
 def inductor() -> Iterator[None]:
     """Inside, Inductor's code calls the operators' reference. Compile with ``NO_CACHE`` under "inductor" in options:
     the caches take no notice of this patch."""
-    with _fresh(), mock.patch.object(backend, "lower", lambda graph: None):
+    with _fresh(), mock.patch.object(backend, "lower", lambda graph, product: None):
         yield
 
 

@@ -19,6 +19,7 @@ import torch._inductor.runtime.triton_helpers  # now: its functions decide at th
 import torch._inductor.utils as inductor_utils
 import torch.utils._triton
 import triton
+from torch import fx
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -131,15 +132,22 @@ def _forget_answers() -> None:
 
 
 def generated(
-    function: Callable[..., Any], inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], **settings: Any
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    change: Callable[[fx.Graph], None] | None = None,
+    **settings: Any,
 ) -> str:
-    """The program that Inductor writes for a function of contiguous tensors of these shapes and dtypes."""
+    """The program that Inductor writes for a function of contiguous tensors of these shapes and dtypes, after a change
+    to its graph."""
     patches = {"fx_graph_cache": False, "pattern_matcher": False, "compile_threads": 1, **settings}
     with fake_gpu(), inductor_config.patch(patches):
         mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         with mode:
             tensors = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in inputs]
             graph = make_fx(function, decomposition_table=select_decomp_table())(*tensors)
+            if change is not None:
+                change(graph.graph)
+                graph.recompile()
         with V.set_fake_mode(mode):
             post_grad_passes(graph, True)
             lowering = GraphLowering(graph, example_inputs=tensors, shape_env=mode.shape_env, is_inference=True)

@@ -61,7 +61,7 @@ def plans(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(fp4compile.backend, "make_plan", remember)
-    monkeypatch.setattr(fp4compile.backend, "lower", lambda graph: None)
+    monkeypatch.setattr(fp4compile.backend, "lower", lambda graph, product: None)
     return made
 
 
@@ -132,7 +132,7 @@ from test_cache import Model, run_blocks
 from fp4compile import Policy, compile_blocks, prepare
 from torch._dynamo.utils import counters
 import fp4compile.backend
-fp4compile.backend.lower = lambda graph: None
+fp4compile.backend.lower = lambda graph, product: None
 model = Model(4)
 compile_blocks(model, prepare(model, policy=Policy(first={first}, last={last})))
 print(run_blocks(model), counters["aot_autograd"]["autograd_cache_hit"])

@@ -31,6 +31,9 @@ CAPABILITIES = {
 }
 """Architecture -> compute capability. 8.6 and 8.7 run sm_80's code; the assembler of Triton 3.6 does not know 11.0."""
 
+ALIASES = {"sm_90a": "sm_90"}
+"""Other names. For 9.0 there is one target: Triton always compiles for sm_90a."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -66,11 +69,17 @@ class Compiled:
         return disassembly.count_instructions(disassembly.main_path(self.sass or ""))
 
 
+def architecture(name: str) -> str:
+    """The one of ``CAPABILITIES`` that a name stands for."""
+    found = ALIASES.get(name, name)
+    if found not in CAPABILITIES:
+        raise ConfigError(f"unknown architecture {name!r}; known: {', '.join([*CAPABILITIES, *ALIASES])}")
+    return found
+
+
 def capability_of_architecture(arch: str) -> tuple[int, int]:
     """The compute capability of an architecture's name."""
-    if arch not in CAPABILITIES:
-        raise ConfigError(f"unknown architecture {arch!r}; known: {', '.join(CAPABILITIES)}")
-    return CAPABILITIES[arch]
+    return CAPABILITIES[architecture(arch)]
 
 
 def require_triton() -> None:
@@ -85,7 +94,8 @@ def require_triton() -> None:
 
 def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
     """Compile one kernel; no GPU and no driver is looked for."""
-    capability = capability_of_architecture(arch)
+    arch = architecture(arch)
+    capability = CAPABILITIES[arch]
     require_triton()
     binary = _compile(kernel, capability)
     cubin = binary.asm["cubin"]

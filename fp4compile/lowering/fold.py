@@ -35,7 +35,8 @@ TILED = 9
 
 
 def is_tiled(product: fx.Node) -> bool:
-    """Whether a ``scaled_mm`` will be a template, whose kernel computes what follows it."""
+    """Whether a ``scaled_mm`` is of operands for the tensor cores: once cuBLAS's are replaced, a template, whose kernel
+    computes what follows it."""
     return len(product.args) > TILED and bool(product.args[TILED])
 
 

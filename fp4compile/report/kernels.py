@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from ..errors import ConfigError
 from ..lowering import sass
-from ..lowering.aot import Compiled, capability_of_architecture, compile_kernel, require_triton
+from ..lowering.aot import Compiled, architecture, compile_kernel, require_triton
 from ..lowering.kernels.kernel import Kernel
 from ..table import table
 
@@ -28,7 +28,7 @@ SIZES = ("warps", "registers", "spilled", "shared", "tensor_memory", "instructio
 
 def examine(arch: str, family: str = "*", jobs: int = 1, out: Path | None = None) -> dict[str, Any]:
     """Compile the registered kernels whose family fits a glob, write their files to ``out``; JSON values."""
-    capability_of_architecture(arch)
+    arch = architecture(arch)
     require_triton()
     kernels = choose(_registered(arch), family)
     rows = []

@@ -40,6 +40,7 @@ from ..errors import ConfigError
 from ..graph import LAYOUT, aten, has_row_scales, laid_out
 from ..lowering.fold import finds_row_maxima, foldable
 from ..lowering.produce import WIDEST_ALONE, is_by_row
+from ..lowering.product import product_of, unfit
 from ..passes.classify import MATMULS
 from ..passes.fuse import fuse
 from ..passes.tile import native_products
@@ -215,7 +216,7 @@ def folded(graph: fx.Graph, gpu: Gpu) -> set[fx.Node]:
     """The amaxes that cost nothing on a GPU: kernels that compute their tensors find them, or quantize their rows."""
 
     def is_template(product: fx.Node) -> bool:
-        return _is_native(product, gpu)
+        return _is_template(product, gpu)
 
     free = set(foldable(graph, lambda device: True, is_template))
     for node in graph.find_nodes(op="call_function", target=torch.ops.fp4.row_amax.default):
@@ -230,6 +231,12 @@ def folded(graph: fx.Graph, gpu: Gpu) -> set[fx.Node]:
 def _is_native(product: fx.Node, gpu: Gpu) -> bool:
     """Whether tensor cores multiply the codes themselves (passes/tile.py)."""
     return gpu.fp4 is not None and product.meta.get(TILED, False)
+
+
+def _is_template(product: fx.Node, gpu: Gpu) -> bool:
+    """Whether its kernel computes what follows it: cuBLAS's does not, which gets what it can take
+    (lowering/product.py)."""
+    return _is_native(product, gpu) and unfit(product_of(product)) is not None
 
 
 def work_of(node: fx.Node, site: str, model: Model) -> list[Work]:
@@ -260,7 +267,7 @@ def _is_joined(quantizer: fx.Node, gpu: Gpu) -> bool:
     """Whether the kernel that computes a tensor quantizes it (lowering/produce.py)."""
     if not _quantizes_by_row(quantizer):
         return False
-    return finds_row_maxima(laid_out(quantizer.all_input_nodes[0], copies=False), lambda node: _is_native(node, gpu))
+    return finds_row_maxima(laid_out(quantizer.all_input_nodes[0], copies=False), lambda node: _is_template(node, gpu))
 
 
 def _quantizes_by_row(node: fx.Node) -> bool:
@@ -268,25 +275,27 @@ def _quantizes_by_row(node: fx.Node) -> bool:
 
 
 def _scaled_product(node: fx.Node, site: str, model: Model) -> list[Work]:
-    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands, whose
-    result with a scale a row is float32, and what follows reads that: counted as decoding."""
+    """A product of two operands in one FP4 format, on tensor cores that have it; else of decoded bf16 operands. Of a
+    library, its result with a scale a row is float32, and what follows reads that: counted as decoding."""
     left, right = node.args[:4], node.args[4:8]
     m, n = (_size(operand[0], 0) for operand in (left, right))
     k = min(_contraction(*operand) for operand in (left, right))
     out = sum(map(_bytes, _tensors(node)))
     flops = 2.0 * m * n * k
     bf16, fp8 = (model.product(m, n, k, precision, out) for precision in ("bf16", "fp8"))
+    written = 4.0 * m * n if has_row_scales(node) and not _is_template(node, model.gpu) else float(out)
     if _is_native(node, model.gpu):
-        moved = _bytes_moved(node)
+        moved = _bytes_moved(node) + written - out
         seconds = max(model.memory(moved), model.compute(flops, "fp4"))
-        return [Work(site, "product", seconds, bf16, fp8, moved, flops)]
+        product = Work(site, "product", seconds, bf16, fp8, moved, flops)
+        read = Work(site, "decode", model.memory(written - out), 0.0, 0.0, written - out, 0.0)
+        return [product, read] if written > out else [product]
     packed = [operand for operand in (left, right) if operand[3] != "bf16"]
     decoded = sum(
         sum(_bytes(value) for part in operand[:2] for value in _tensors(part))
         + BYTES["bf16"] * _size(operand[0], 0) * _contraction(*operand)
         for operand in packed
     )
-    written = 4.0 * m * n if has_row_scales(node) else float(out)
     decoded += written - out
     moved = (m + n) * k * BYTES["bf16"] + written
     seconds = model.product(m, n, k, "bf16", written)

@@ -152,6 +152,13 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         compile_kernel(tiny_kernels.NEAREST, "sm_42")
 
 
+def test_both_names_of_hoppers_target_give_the_same() -> None:
+    """Triton compiles 9.0 for sm_90a, whichever is asked for."""
+    one, other = (compile_kernel(tiny_kernels.DIVIDE, arch) for arch in ("sm_90", "sm_90a"))
+    assert one == other and one.arch == "sm_90" and ".target sm_90a" in one.ptx
+    assert aot.architecture("sm_100a") == "sm_100a"
+
+
 def test_the_interpreter_is_named_where_it_prevents_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ConfigError, match="unset it"):

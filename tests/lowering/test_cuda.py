@@ -143,6 +143,7 @@ def test_the_factor_of_a_product_has_the_references_bits(amaxes: tuple[float, ..
     expected = nvfp4.gemm_factor(a, b)
     assert expected is not None
     assert_same(factor.factors(a, b), torch.stack([expected, torch.zeros(())]))
+    assert_same(factor.factors(a, b, beside=1.0), torch.stack([expected, torch.ones(())]))
     assert factor.factors(None, None) is None
 
 

@@ -49,22 +49,39 @@ def plain_mxfp4(a: Any, a_s: Any, b: Any, b_s: Any) -> Any:
 
 
 def program(function: Any, m: int, n: int, k: int, dtype: torch.dtype = BF16, format: str = "nvfp4") -> str:
+    """For B200."""
     template.register()
     rest = [] if function is plain_mxfp4 else [((n,), dtype), ((m, n), dtype)]
     return fake_gpu.generated(function, [*operands(m, n, k, format), *rest])
 
 
-@pytest.mark.parametrize(("n", "columns"), [(512, 128), (8192, 256)])
-def test_the_epilogue_is_in_the_same_kernel_and_spills_nothing(n: int, columns: int) -> None:
-    code = program(gated, 8192 if columns == 256 else 1024, n, 2048)
+@pytest.mark.parametrize(("m", "n", "columns"), [(1024, 512, 128), (8192, 8192, 256)])
+def test_what_is_guessed_where_nothing_is_measured(m: int, n: int, columns: int) -> None:
+    (source,) = fake_gpu.kernels(program(gated, m, n, 2048))
+    assert f"BLOCK_N : tl.constexpr = {columns}" in source and "warp_specialize" not in source
+
+
+@pytest.mark.parametrize("config", gemm.DATACENTER_CONFIGS, ids=lambda config: config.name)
+def test_the_epilogue_is_in_the_same_kernel_and_spills_nothing(
+    config: gemm.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every configuration that Inductor may measure; specialized warps load and multiply in loops of their own."""
+    (config,) = template.distinct([config])
+    monkeypatch.setattr(template, "_configs", lambda *facts: [config])
+    code = program(gated, 8192, 8192, 2048)
     (source,) = fake_gpu.kernels(code)
     assert "fp4_native" not in code.partition("def call(")[2]
-    assert "tl.dot_scaled" in source and "libdevice.exp" in source and f"BLOCK_N : tl.constexpr = {columns}" in source
+    assert "tl.dot_scaled" in source and "libdevice.exp" in source
+    assert f"BLOCK_N : tl.constexpr = {config.block_n}" in source
     binary = fake_gpu.compile_kernel(fake_gpu.load(source))
+    specialized = config.schedule != "tiles"
+    assert (binary.metadata.num_warps > config.num_warps) == specialized == ("warp_specialize=True" in source)
+    assert binary.metadata.tmem_size <= 512
     text, note, usage = aot._inspect(binary.asm["cubin"])
     assert text is not None, note
     found = sass.count_instructions(text)
     assert found["LDL"] == found["STL"] == 0 and "STACK:0" in usage
+    assert found["UTMALDG.2D"] == (2 if specialized else 2 * config.num_stages + 2)
     for needed in (r"UTCOMMA\.4X", "UTCCP", r"UTMALDG\.2D", r"UTMALDG\.5D"):
         assert re.search(needed, text)
     assert binary.metadata.shared <= 227 << 10
@@ -86,7 +103,7 @@ def test_the_generated_kernel_computes_the_reference(shape: tuple[int, int, int]
     out = torch.full((m, n), torch.nan)
     with interpreted():
         # Arguments: the operands, what the epilogue reads in its order, the result.
-        fake_gpu.load(source).function[(3,)](*tiled(left), *tiled(right), residual, bias, out)
+        fake_gpu.load(source).function[(3,)](*operands_of(left, right), residual, bias, out)
     expected = fp4.scaled_mm(*left, "nvfp4", *right, "nvfp4", FLOAT) * residual + bias
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
 
@@ -136,6 +153,12 @@ def test_the_operators_result() -> None:
 def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     amax = fp4.amax(x)
     return (*fp4.quantize(x, amax, None, "nvfp4", (1, 16), "nearest", 0), amax)
+
+
+def operands_of(left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """As the kernel has them: the left amax last, for that a product may have none."""
+    (a, a_s, a_m), (b, b_s, b_m) = tiled(left), tiled(right)
+    return [a, a_s, b, b_s, b_m, a_m]
 
 
 def tiled(operand: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,6 +71,24 @@ def test_configurations_of_one_name_have_files_each(registered: Any, tmp_path: P
     assert {"tiny_divide.1.sass", "tiny_divide.2.sass"} <= set(names(tmp_path / "out"))
 
 
+def test_both_names_of_hoppers_target_have_the_same_facts(
+    registered: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registered(tiny_kernels.DIVIDE)
+    for arch in ("sm_90", "sm_90a"):
+        assert run("--arch", arch, "--out", tmp_path / arch, "--json", tmp_path / f"{arch}.json", "--jobs", "1") == 0
+    found = read(tmp_path / "sm_90.json")
+    assert found == read(tmp_path / "sm_90a.json") and found["arch"] == "sm_90"
+    assert capsys.readouterr().out.count("for sm_90,") == 2
+    for name in names(tmp_path / "sm_90"):
+        assert (tmp_path / "sm_90" / name).read_bytes() == (tmp_path / "sm_90a" / name).read_bytes()
+
+
+def test_hoppers_registry_has_one_set_of_kernels_under_both_names() -> None:
+    all_kernels = importlib.import_module("fp4compile.lowering.kernels").all_kernels
+    assert [one.name for one in all_kernels("sm_90a")] == [one.name for one in all_kernels("sm_90")]
+
+
 def test_a_kernel_that_does_not_compile_does_not_hide_the_others(
     registered: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

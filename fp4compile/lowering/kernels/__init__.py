@@ -22,7 +22,8 @@ def all_kernels(arch: str) -> list[Kernel]:
     """Every kernel of an architecture ("sm_90", "sm_100a" ...), bfloat16 tensors, in its default configuration."""
     from ..aot import capability_of_architecture
 
-    isa = ISAS[capability_of_architecture(arch)]
+    capability = capability_of_architecture(arch)
+    isa = ISAS[capability]
     native = isa.matmul == "block_scaled"
     emulated = (
         (False,) if native else (False, True)
@@ -50,4 +51,4 @@ def all_kernels(arch: str) -> list[Kernel]:
     result += [decode.kernel(isa, format, x, decode.choose()) for format in ("nvfp4", "mxfp4")]
     result += [weights.kernel(isa, x, True, False, weights.choose(), decoded=True) for decoded in emulated if decoded]
     result.append(produced.kernel(isa, produced.EXAMPLE))
-    return result + gemm.kernels(isa, arch)
+    return result + gemm.kernels(isa, capability)

@@ -21,6 +21,10 @@ may count as 0 on sm_90a, which has no such instruction and multiplies the decod
 | tiles | one a tile | loads run ahead of the products |
 | specialized | one a tile | loads, products and the rest by warps of their own |
 | persistent | one a multiprocessor | the same over all its tiles: a tile is stored while the next is multiplied |
+
+Where nothing is measured it is "tiles"; the template of a graph (lowering/template.py) has the same, and max-autotune
+measures all. No schedule has two CTAs: Triton 3.6 to 3.9 compile no ``tl.dot_scaled`` with ``num_ctas=2``
+(https://github.com/triton-lang/triton/issues/7982).
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ class Config:
     @property
     def name(self) -> str:
         """Part of a kernel's name."""
-        return f"{self.block_m}x{self.block_n}x{self.block_k}_{self.num_warps}w_{self.schedule}"
+        return f"{self.block_m}x{self.block_n}x{self.block_k}_{self.num_warps}w_{self.num_stages}s_{self.schedule}"
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -91,9 +95,13 @@ def _ceil_div(a: int, b: int) -> int:
 
 WIDE = Config(block_n=256, num_warps=8)
 SQUARE = Config()
+GB300 = Config(block_n=256, num_warps=8, num_stages=3)
+"""Published as the best there for large products, with D stored in four parts, as the template stores it:
+https://github.com/triton-lang/triton/pull/10903."""
 DATACENTER_CONFIGS = (
     WIDE,
     SQUARE,
+    GB300,
     Config(block_n=256, num_warps=8, num_stages=3, schedule="specialized"),
     Config(num_warps=8, schedule="specialized"),
     Config(num_warps=8, schedule="persistent"),
@@ -247,12 +255,11 @@ def _scales_box(rows: int, config: Config, format: str) -> list[int]:
     return [1, rows // layout.TILE_ROWS, columns // layout.TILE_COLS, 2, 256]
 
 
-def kernels(isa: Isa, arch: str) -> list[Kernel]:
-    """The kernels to compile ahead of time for one architecture: every configuration, epilogues in bf16 only.
+def kernels(isa: Isa, capability: tuple[int, int]) -> list[Kernel]:
+    """The kernels to compile ahead of time for one capability: every configuration, epilogues in bf16 only.
 
     Where the tensor cores take no codes (sm_90a), mxfp4 alone: Triton decodes it to bf16.
     """
-    capability = _capability(arch)
     formats = get_args(Format) if isa.matmul == "block_scaled" else ("mxfp4",) if capability >= (9, 0) else ()
     found = []
     for format, out_dtype in itertools.product(formats, OUT_TYPES):
@@ -265,12 +272,6 @@ def kernels(isa: Isa, arch: str) -> list[Kernel]:
             if out_dtype == torch.bfloat16 and _fits(config, out_dtype, boxed=False):
                 found.append(kernel(format, out_dtype, config, boxed=False))
     return found
-
-
-def _capability(arch: str) -> tuple[int, int]:
-    """Of an architecture's name: "sm_103a" is (10, 3)."""
-    major, minor = divmod(int(arch.removeprefix("sm_").rstrip("a")), 10)
-    return major, minor
 
 
 def launch(
