@@ -12,6 +12,7 @@ from compiling import interpreted
 from eager import weight_matmuls
 from torch import nn
 
+import fp4compile
 from fp4compile.plan import LeftMatmul, Outcome, SiteRecord
 
 QUICK = ("Qwen3", "Qwen3-MoE", "GPT-2", "Whisper")
@@ -59,6 +60,19 @@ def test_sites_and_their_decisions(name: str, record_property: pytest.RecordProp
     for site in sites:
         expected = "bf16" if stays_bf16(architecture, site.fqn, modules[site.fqn].weight) else "nvfp4"
         assert {site.forward.precision, site.dgrad.precision, site.wgrad.precision} == {expected}, site
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ZOO)
+def test_explain_shows_what_compiling_decides(name: str) -> None:
+    architecture = ZOO[name]
+    report = fp4compile.explain(architecture.build(), **architecture.inputs())
+    _, sites, _ = compiled(architecture)
+    assert Counter(map(decided, report.sites)) == Counter(map(decided, sites))
+
+
+def decided(site: SiteRecord) -> tuple[object, ...]:
+    return site.fqn, site.forward, site.dgrad, site.wgrad
 
 
 def row(name: str, architecture: Architecture, sites: list[SiteRecord], seconds: float) -> str:
