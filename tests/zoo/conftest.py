@@ -1,5 +1,7 @@
 """Prints what became of each model, as a table in Markdown, after the models of the zoo have run."""
 
+from __future__ import annotations
+
 import pytest
 
 COLUMNS = ("model", "sites", "rewritten", "head", "first and last blocks in bf16", "CPU s")

@@ -31,7 +31,7 @@ class Watch(TorchDispatchMode):
             self._names.setdefault(_memory(parameter), []).append(name)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
-            module.register_forward_hook(lambda *_: self._running.pop() and None)
+            module.register_forward_hook(self._leave)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -43,6 +43,9 @@ class Watch(TorchDispatchMode):
                 if names := self._names.get(_memory(args[operand])):
                     found.append(self._site(names))
         return result
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
 
     def _site(self, names: list[str]) -> str:
         """The weight under the name that it has in the module that runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def stays_bf16(architecture: Architecture, name: str, weight: nn.Parameter) -> b
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.zoo) for name in ZOO])
-def test_sites_and_their_decisions(name: str, record_property: pytest.RecordProperty) -> None:
+def test_sites_and_their_decisions(name: str, record_property: Callable[[str, object], None]) -> None:
     architecture = ZOO[name]
     eager = weight_matmuls(architecture.build(), architecture.inputs())
     start = time.process_time()
