@@ -2,19 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints/py311-torch213.txt
+GPU_PYTHON ?= $(PY)
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 TORCH_PIN = $(shell grep '^torch==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test zoo demo bench clean
+.PHONY: help venv lint test zoo gpu demo bench clean
 
 help:
 	@echo "make venv    an environment in $(VENV), at the versions of $(CONSTRAINTS)"
 	@echo "make lint    ruff and mypy"
 	@echo "make test    every test, with some models of the zoo"
 	@echo "make zoo     every model of the zoo (tests/zoo), and a table of what became of each"
+	@echo "make gpu     everything that needs a GPU: tests, bytes, sanitizers, a step; OUT=DIR keeps what they say"
 	@echo "make demo    train a small GPT in bf16 and in NVFP4, write the comparison to demo/"
 	@echo "make bench   every benchmark, JSON under benchmarks/results/"
 	@echo "make clean   remove what the other targets made"
@@ -41,13 +43,17 @@ test: venv
 zoo: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/zoo
 
+# GPU_PYTHON: another interpreter with torch, Triton and pytest, in which nothing needs to be installed.
+gpu: $(if $(filter $(PY),$(GPU_PYTHON)),venv)
+	$(GPU_PYTHON) benchmarks/gpu_check.py $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS))
+
 # Waiting threads sleep: where the cores have other work too, spinning ones make a step many times slower.
 demo: venv
 	OMP_WAIT_POLICY=passive $(PY) examples/train_gpt.py --out demo
 
 bench: venv
 	set -e; for script in benchmarks/*.py; do case $$script in \
-	  */common.py|*/gpu_cases.py|*/llama.py|*/render_*.py) ;; \
+	  */common.py|*/gpu_cases.py|*/gpu_check.py|*/llama.py|*/render_*.py) ;; \
 	  *) echo "== $$script"; $(PY) $$script;; esac; done
 	$(PY) benchmarks/render_docs.py
 

@@ -1,13 +1,14 @@
 """What every benchmark script shares: timing side by side, a record of the environment, a table, a JSON file.
 
 One script answers one question. It prints a table and writes benchmarks/results/<script>.json, so that every
-number quoted elsewhere has a file behind it.
+number quoted elsewhere has a file behind it. A folder named by BENCHMARK_RESULTS is written to instead.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def write_results(
     more: Mapping[str, Any] | None = None,
     copy_to: Path | None = None,
 ) -> Path:
-    """Write benchmarks/results/<name>.json: the environment, the table's rows, the raw timings and ``more``."""
+    """Write <name>.json into the folder of results: the environment, the table's rows, the raw timings and ``more``."""
     record = {
         "benchmark": name,
         "environment": environment(),
@@ -136,12 +137,12 @@ def write_results(
         "timings": {case: asdict(timing) for case, timing in (timings or {}).items()},
         **(more or {}),
     }
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     text = json.dumps(record, indent=2) + "\n"
     path.write_text(text)
     if copy_to is not None:
         copy_to.parent.mkdir(parents=True, exist_ok=True)
         copy_to.write_text(text)
-    print(f"wrote benchmarks/results/{path.name}")
+    print(f"wrote {os.path.relpath(path)}")
     return path

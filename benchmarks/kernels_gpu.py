@@ -1,7 +1,7 @@
 """Are the generated kernels' bytes those of the CPU reference, and how near do they come to the copy bandwidth?
 
 --check: codes, scales, amaxes and decoded values of every kernel, byte for byte, into memory filled with 0xFF before;
-products against float64 products of the decoded operands.
+products against float64 products of the decoded operands. The exit code is 1 if anything differs.
 --speed: medians beside the same formulas compiled by ``torch.compile`` and eager, as shares of the copy bandwidth.
 --sanitize: every kernel once and nothing else, to be run under ``compute-sanitizer``.
 
@@ -554,7 +554,15 @@ def run_check(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         print("  differs:", row)
     for row in products:
         print("  " + ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
-    return {"environment": environment(), "kernels": kernels, "comparisons": found, "products": products}
+    wrong = sum(row.get("differing", 1) != 0 for row in found) + sum(not row["ok"] for row in products)
+    print(f"{len(found)} kernels and {len(products)} products compared, {wrong} differ")
+    return {
+        "environment": environment(),
+        "kernels": kernels,
+        "comparisons": found,
+        "products": products,
+        "wrong": wrong,
+    }
 
 
 def _short(value: Any) -> str:
@@ -635,6 +643,8 @@ def main() -> None:
         speed = run_speed(args, args.device)
         write(check, speed, args.out)
     print(f"{time.perf_counter() - began:.0f} s")
+    if args.check and check["wrong"]:
+        raise SystemExit(1)
 
 
 def write(check: Any, speed: Any, out: Path | None) -> None:

@@ -33,7 +33,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-SUPPORTED = ((2, 11), (2, 15))
+SUPPORTED = ((2, 11), (2, 16))
 """Torch versions the package is made for: at least the first, below the second."""
 
 JOINT_PASS = "joint_custom_pre_pass"
@@ -533,7 +533,8 @@ def self_test() -> list[str]:
     """What of this file does not hold on the torch in use; empty when all does. Compiles one tiny model."""
     problems = []
     if not SUPPORTED[0] <= version() < SUPPORTED[1]:
-        problems.append(f"torch {torch.__version__} is outside the supported range 2.11 to 2.14")
+        first, below = (".".join(map(str, bound)) for bound in SUPPORTED)
+        problems.append(f"torch {torch.__version__} is not supported: the package is made for >={first},<{below}")
     seen: dict[str, bool] = dict.fromkeys(
         (
             "below autograd",
