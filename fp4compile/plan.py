@@ -144,7 +144,7 @@ def make_plan(
     plan.elsewhere = any(_rewritten_elsewhere(root, plan) for root in scope.roots)
     _guard(scope, policy, shared)
     _warn_of_nameless(scope, plan)
-    if isinstance(policy, Policy):
+    if isinstance(policy, Policy) and scope.roots:
         warn_unmatched(policy, [root.module for root in scope.roots], scope.nameless)
         _warn_of_parts(scope.roots, policy)
     return plan

@@ -318,3 +318,10 @@ def test_a_model_compiled_inside_another_module_is_no_block() -> None:
         warnings.simplefilter("error", Fp4Warning)
         Harness()(tokens())
     assert set(sites_of(plans)) == set(explained())
+
+
+def test_a_graph_without_parameters_has_no_word_on_patterns() -> None:
+    with interpreted(), pytest.warns(Fp4Warning, match="rewrote nothing") as caught:
+        function = torch.compile(lambda x: x @ x.t(), backend="nvfp4", options={"policy": Policy()})
+        function(torch.randn(32, 32, requires_grad=True))
+    assert not [one for one in caught if "pattern" in str(one.message)]
