@@ -1,12 +1,21 @@
 # Needs Python 3.10 or newer, make and a C++ compiler. Everything else goes into $(VENV).
+#
+# TORCH=2.15.* takes that torch, with the Triton that it asks for, in a venv of its own; all else stays at the versions of
+# $(CONSTRAINTS).
 PYTHON ?= python3
-VENV ?= .venv
 CONSTRAINTS ?= constraints/py311-torch213.txt
+TORCH ?= $(patsubst torch==%,%,$(shell grep '^torch==' $(CONSTRAINTS)))
+ifeq ($(origin TORCH),file)
+VENV ?= .venv
+OTHERS := cat
+else
+VENV ?= .venv-torch$(subst .*,,$(TORCH))
+OTHERS := grep -Ev '^(torch|triton)=='
+endif
 GPU_PYTHON ?= $(PY)
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
-TORCH_PIN = $(shell grep '^torch==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv lint test zoo gpu demo bench clean
@@ -14,7 +23,7 @@ TORCH_PIN = $(shell grep '^torch==' $(CONSTRAINTS))
 help:
 	@echo "make venv    an environment in $(VENV), at the versions of $(CONSTRAINTS)"
 	@echo "make lint    ruff and mypy"
-	@echo "make test    every test, with some models of the zoo"
+	@echo "make test    every test, with some models of the zoo; TORCH=2.15.* takes another torch"
 	@echo "make zoo     every model of the zoo (tests/zoo), and a table of what became of each"
 	@echo "make gpu     everything that needs a GPU: tests, bytes, sanitizers, a step; OUT=DIR keeps what they say"
 	@echo "make demo    train a small GPT in bf16 and in NVFP4, write the comparison to demo/"
@@ -27,8 +36,9 @@ venv: $(STAMP)
 # that also resolves the other requirements may look at other versions.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet '$(TORCH_PIN)'
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples,zoo]'
+	$(PY) -m pip install --quiet 'torch==$(TORCH)'
+	$(OTHERS) $(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e '.[test,examples,zoo]'
 	@touch $@
 
 lint: venv
