@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
 from .decisions import Decision, Decisions
-from .errors import ConfigError
+from .errors import Fp4Error
 from .modules import ModuleTree, views
 
 
@@ -160,7 +160,7 @@ def modules_around(inside: bool = True) -> list[nn.Module]:
 
 
 def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
-    return (value for value in values if isinstance(value, nn.Module) and not isinstance(value, fx.GraphModule))
+    return (value for value in values if isinstance(value, nn.Module))
 
 
 def _distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -199,18 +199,22 @@ class SameDecisions:
         if tree.name_of(id(value)) is None and not tree.names_of(value):
             return False
         try:
-            decisions = self._resolve(model)
-        except ConfigError:  # raised again when the object's frame is compiled, where its user sees it
+            self._known.update(self._alike(value, model, tree))
+        except Fp4Error:  # raised again when the object's frame is compiled, where its user sees it
             return False
-        if isinstance(value, nn.Module):
-            for module in model.modules():
-                name = tree.name_of(id(module))
-                if type(module) is type(value) and name is not None:
-                    self._known[module] = decisions.for_block(name)
-        else:
-            for named in tree.parameters:
-                self._known[named.value] = decisions.lookup("", [named.name])[1]
         return True
+
+    def _alike(self, value: Any, model: nn.Module, tree: ModuleTree) -> Iterator[tuple[Any, Decisions | Decision]]:
+        """What is decided for the model's objects of a kind."""
+        decisions = self._resolve(model)
+        if isinstance(value, Tensor):
+            for named in tree.parameters:
+                yield named.value, decisions.lookup("", [named.name])[1]
+            return
+        for module in model.modules():
+            name = tree.name_of(id(module))
+            if type(module) is type(value) and name is not None:
+                yield module, decisions.for_block(name)
 
 
 def same_object(borrowed: Borrowed) -> Callable[[Any], bool]:

@@ -6,6 +6,7 @@ bits: without stochastic rounding a product in FP4 differs from one in high prec
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -190,6 +191,15 @@ def test_a_plan_made_before_wrapping_decides_as_torch_compile_does(way: str, who
             found = step(function, model)
             assert plans
     assert same_bits(found, trained())
+
+
+def test_a_traced_model_has_its_names() -> None:
+    """It has no list of blocks any more, so the policy names them."""
+    policy = dataclasses.replace(POLICY, blocks="layers.*")
+    with interpreted() as plans:
+        traced = torch.fx.symbolic_trace(make())
+        step(torch.compile(traced, backend="nvfp4", options={**OPTIONS, "policy": policy}), traced)
+    assert sites_of(plans) == explained()
 
 
 # --- several roots, and none
