@@ -91,7 +91,8 @@ def test_with_a_gamax_a_row_noise_is_still_that_of_the_place(x, seed, site):
     for row in range(x.shape[0]):
         of_all = quantize(x, amax=gamax[row], **how)
         assert_same(scale_bytes(scales)[row], scale_bytes(of_all[1])[row])
-        assert_same(packed[row], of_all[0][row])
+        if not gamax[row].isnan():  # every scale is NaN then, and codes are any
+            assert_same(packed[row], of_all[0][row])
 
 
 @given(strategies.matrices(), BLOCKS)

@@ -272,6 +272,7 @@ def test_tensor_cores_are_given_scales_of_rows(monkeypatch: pytest.MonkeyPatch) 
     inputs = graphs.example_inputs(plain, below=N)
     assert graphs.same_bits(graphs.run(plain, inputs, seed=3), graphs.run(tiled, inputs, seed=3))
     monkeypatch.setattr(lowering, "target_of", lambda device: target_for("cuda", (10, 0)))
+    monkeypatch.setattr(lowering, "capability_of", lambda device: (10, 0))
     nodes: list[fx.Node] = []
     for part in ("forward", "backward"):
         lower(report.graphs[part].graph)
