@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 600
 """Seconds after which a part is taken to hang."""
 LOSSES = 2e-3
-"""How far a loss may be from the eager recipe's, of it. Other noise moves one by up to 6e-4 within five steps; a tensor
-scale that is 1.1 or 0.5 of what it should be, or one operand that is not rotated, by 2.5e-3 to 2e-2 (on a CPU)."""
+"""How far a loss may be from the eager recipe's, of it. Other noise moves one by up to 6e-4 within five steps of this
+setup; tensor scales of half their size, or one operand that is not rotated, by 1e-2 to 2.5e-2 (on a CPU)."""
 SETUP = "small"
 WORKERS = min(12, os.cpu_count() or 1)
 KERNELS = ("python", "benchmarks/kernels_gpu.py")
